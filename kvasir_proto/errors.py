@@ -1,0 +1,100 @@
+"""Every error Kvasir raises on purpose, sorted by whose fault it is.
+
+A `LocalProtocolError` is ours: we tried to say what the protocol does not allow. A `RemoteProtocolError` is
+the sender's, and costs the sender, never this node: it always has a `code` that can be sent back. A
+`KvasirError` is operational and ends a command; its class fixes the exit status, so that scripts can rely
+on it (DESIGN section 7). A bug is none of these: it is an `AssertionError`. This module knows neither wire
+nor command line.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ProtocolError(Exception):
+    """The protocol was broken. Abstract: raise one of the two subclasses, which say by whom."""
+
+    def __init__(self, reason: str) -> None:
+        if type(self) is ProtocolError:
+            raise TypeError("raise LocalProtocolError or RemoteProtocolError: someone is at fault")
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LocalProtocolError(ProtocolError):
+    """We asked for something the protocol does not allow: a field out of its bounds, a frame too large."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """What somebody else sent is not acceptable.
+
+    `code` is one stable lower-case word for programs (`malformed`, `oversize`, `bad_signature`, ...) and
+    `reason` one sentence for people. The reason quotes at most a few characters of what was received.
+    """
+
+    def __init__(self, reason: str, code: str = "malformed") -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class KvasirError(Exception):
+    """An operational failure. Its message is one sentence for the user, `exit_code` the exit status."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class EngineFailed(KvasirError):
+    """The engine process died, or reported that it cannot go on."""
+
+
+class NoHolderLeft(KvasirError):
+    """No holder of some expert could answer within its deadline, so the step could not be finished."""
+
+
+class UsageError(KvasirError):
+    """The command was called wrongly."""
+
+    exit_code = 2
+
+
+class NotRunning(KvasirError):
+    """The command needs a running daemon, and there is none."""
+
+    exit_code = 3
+
+
+class AlreadyRunning(KvasirError):
+    """Another daemon holds this home, or this identity is in use."""
+
+    exit_code = 4
+
+
+class PortInUse(KvasirError):
+    """An address the daemon must listen on belongs to another program."""
+
+    exit_code = 5
+
+
+class ConfigurationInvalid(KvasirError):
+    """A configuration file, variable or flag has an unknown key or an impossible value."""
+
+    exit_code = 6
+
+
+class ModelUnusable(KvasirError):
+    """The model is missing, damaged, not a Mixture of Experts, or there is no space for it."""
+
+    exit_code = 7
+
+
+class IncompatibleVersion(KvasirError):
+    """Two parts that must agree do not: the native library and its ggml, or two nodes' protocols."""
+
+    exit_code = 8
+
+
+class OutOfTolerance(KvasirError):
+    """A measurement is outside the tolerance it was held to."""
+
+    exit_code = 9

@@ -1,0 +1,150 @@
+"""The bound of everything that can be said, and the words a message uses to declare one.
+
+Every number, text, byte string and sequence in a message has a bound, written where the field is declared
+(`port: Port`, `reason: Sentence`); the codec refuses to compile a message with an unbounded field. The bounds
+are generous for honest nodes and small enough that the largest legal message costs little memory. A limit is
+part of the protocol: raising one is a new protocol version. This module knows no message and no encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`low <= number <= high`. A NaN is in no range, an infinity in none of ours."""
+
+    low: int | float
+    high: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """`low <= len(value) <= high`: characters of a text, bytes of a byte string, items of a sequence."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A condition no `Range` or `Length` can express; `what` finishes the sentence 'the field is not ...'."""
+
+    holds: Callable[[Any], bool]
+    what: str
+
+
+# --- frames -------------------------------------------------------------------------------------------------
+SWARM_FRAME_SIZE_MAX: Final = 2 << 20
+"""Bytes of the largest message between nodes: a signed plan for 256 workers fits four times over."""
+ENGINE_FRAME_SIZE_MAX: Final = 16 << 20
+"""Bytes of the largest message between control and its engine: a prompt in text and in tokens."""
+LOCAL_FRAME_SIZE_MAX: Final = 16 << 20
+"""Bytes of the largest message between the command line and the daemon."""
+
+# --- counts -------------------------------------------------------------------------------------------------
+ELECTORS_MAX: Final = 7
+WORKERS_MAX: Final = 256
+HOLDERS_MAX: Final = 8
+LAYERS_MAX: Final = 1024
+EXPERTS_MAX: Final = 4096
+ADDRESSES_MAX: Final = 16
+VERSIONS_MAX: Final = 16
+CONTEXT_LENGTH_MAX: Final = 1 << 18
+"""Positions of the longest session, and so tokens of the longest prompt."""
+UINT32_MAX: Final = (1 << 32) - 1
+INT63_MAX: Final = (1 << 63) - 1
+UINT64_MAX: Final = (1 << 64) - 1
+
+# --- texts --------------------------------------------------------------------------------------------------
+SENTENCE_LENGTH_MAX: Final = 1024
+
+Word: TypeAlias = Annotated[str, Length(1, 64)]
+"""A short name: a code, a state, a backend."""
+OptionalWord: TypeAlias = Annotated[str, Length(0, 64)]
+"""A `Word`, or empty where there is nothing to say."""
+Sentence: TypeAlias = Annotated[str, Length(0, SENTENCE_LENGTH_MAX)]
+"""Something for people to read; may be empty. `as_sentence` makes any text fit."""
+Address: TypeAlias = Annotated[str, Length(1, 512)]
+"""A libp2p multiaddress, as text."""
+Host: TypeAlias = Annotated[str, Length(1, 255)]
+"""A host name or an IP address."""
+FilePath: TypeAlias = Annotated[str, Length(1, 4096)]
+"""A path on this machine; never sent to another one."""
+Prompt: TypeAlias = Annotated[str, Length(0, 1 << 20)]
+Document: TypeAlias = Annotated[str, Length(2, 4 << 20)]
+"""JSON, as text."""
+Role: TypeAlias = Literal["backbone", "worker"]
+"""What an engine process does."""
+EndReason: TypeAlias = Literal["length", "end_of_text", "cancelled", "failed"]
+"""Why a session is over."""
+Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
+"""The worst precision a backend measurably adds in, in one word."""
+
+# --- numbers ------------------------------------------------------------------------------------------------
+Port: TypeAlias = Annotated[int, Range(1, 65535)]
+PortOrAny: TypeAlias = Annotated[int, Range(0, 65535)]
+"""A port to listen on; 0 lets the kernel choose."""
+Version: TypeAlias = Annotated[int, Range(1, 65535)]
+Count: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
+"""Anything counted, any number of bytes."""
+Sequence63: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
+"""A number that only grows: the sequence of a record, the revision of a plan, the id of a request."""
+Nanoseconds: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
+Milliseconds: TypeAlias = Annotated[int, Range(1, 24 * 3600 * 1000)]
+"""A duration somebody waits; at most a day."""
+Priority: TypeAlias = Annotated[int, Range(0, 255)]
+"""Lower is first."""
+SessionCount: TypeAlias = Annotated[int, Range(1, 256)]
+ThreadCount: TypeAlias = Annotated[int, Range(1, 1024)]
+LayerCount: TypeAlias = Annotated[int, Range(1, LAYERS_MAX)]
+Layer: TypeAlias = Annotated[int, Range(0, LAYERS_MAX - 1)]
+ExpertCount: TypeAlias = Annotated[int, Range(1, EXPERTS_MAX)]
+ExpertIndex: TypeAlias = Annotated[int, Range(0, EXPERTS_MAX - 1)]
+Position: TypeAlias = Annotated[int, Range(0, CONTEXT_LENGTH_MAX)]
+PositionCount: TypeAlias = Annotated[int, Range(1, CONTEXT_LENGTH_MAX)]
+Token: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
+Seed: TypeAlias = Annotated[int, Range(0, UINT64_MAX)]
+ExitCode: TypeAlias = Annotated[int, Range(0, 255)]
+Probability: TypeAlias = Annotated[float, Range(0.0, 1.0)]
+Temperature: TypeAlias = Annotated[float, Range(0.0, 100.0)]
+TopK: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
+
+# --- bytes --------------------------------------------------------------------------------------------------
+Digest: TypeAlias = Annotated[bytes, Length(32, 32)]
+"""A SHA-256."""
+OneTimeToken: TypeAlias = Annotated[bytes, Length(16, 16)]
+PublicKey: TypeAlias = Annotated[bytes, Length(32, 32)]
+"""A raw Ed25519 public key."""
+Signature: TypeAlias = Annotated[bytes, Length(64, 64)]
+CertificateDer: TypeAlias = Annotated[bytes, Length(1, 8192)]
+PublicKeyDer: TypeAlias = Annotated[bytes, Length(1, 1024)]
+"""A SubjectPublicKeyInfo."""
+Piece: TypeAlias = Annotated[bytes, Length(0, 4096)]
+"""The bytes of one token; alone they need not be valid UTF-8."""
+ProofBytes: TypeAlias = Annotated[bytes, Length(1, 16 << 10)]
+"""An encoded `TermProof`."""
+SignedBytes: TypeAlias = Annotated[bytes, Length(1, 1 << 20)]
+"""An encoded `Signed`."""
+ShardBytes: TypeAlias = Annotated[bytes, Length(1, 1 << 20)]
+"""An encoded `ShardSet`."""
+
+# --- sequences ----------------------------------------------------------------------------------------------
+Tokens: TypeAlias = Annotated[tuple[Token, ...], Length(0, CONTEXT_LENGTH_MAX)]
+Versions: TypeAlias = Annotated[tuple[Version, ...], Length(1, VERSIONS_MAX)]
+Addresses: TypeAlias = Annotated[tuple[Address, ...], Length(0, ADDRESSES_MAX)]
+ChunkSizes: TypeAlias = Annotated[tuple[PositionCount, ...], Length(1, CONTEXT_LENGTH_MAX)]
+
+
+def as_sentence(text: str) -> str:
+    """Make any text fit a `Sentence`: what is too long is cut, what is not Unicode is replaced.
+
+    For errors on their way out: reporting a failure must not be a second failure.
+    """
+    clean = text.encode("utf-8", "replace").decode("utf-8")
+    if len(clean) <= SENTENCE_LENGTH_MAX:
+        return clean
+    return clean[: SENTENCE_LENGTH_MAX - 1] + "…"

@@ -1,0 +1,397 @@
+"""What a control process and its engine process say to each other over their inherited socket pair.
+
+Control speaks for the swarm, the engine for the hardware: control hands over identity, files, deadlines and
+expected diallers, the engine answers with what it loaded, generated or measured. Both run on one machine, so
+paths and points in time (on the clock that counts suspend) can be said. A request that has an answer of its
+own carries a `request` number that the answer repeats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, TypeAlias, get_args
+
+from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, SwarmDigestField, Term
+from kvasir_proto.limits import (
+    ENGINE_FRAME_SIZE_MAX,
+    CertificateDer,
+    ChunkSizes,
+    Count,
+    Digest,
+    Document,
+    EndReason,
+    ExitCode,
+    FilePath,
+    Host,
+    LayerCount,
+    Milliseconds,
+    Nanoseconds,
+    OneTimeToken,
+    OptionalWord,
+    Piece,
+    Port,
+    PortOrAny,
+    Position,
+    PositionCount,
+    Priority,
+    Probability,
+    Prompt,
+    PublicKeyDer,
+    Role,
+    Seed,
+    Sentence,
+    Sequence63,
+    SessionCount,
+    ShardBytes,
+    SignedBytes,
+    Temperature,
+    ThreadCount,
+    Token,
+    Tokens,
+    TopK,
+    Version,
+    Word,
+)
+from kvasir_proto.messages import Family
+
+# --- start and identity -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHello:
+    """The engine's first message: the public key it just made, and what it is."""
+
+    kind: ClassVar[str] = "engine_hello"
+    public_key: PublicKeyDer
+    pid: Count
+    native_abi: Version
+    backend: Word
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Control's answer: the engine belongs to this node in this role.
+
+    `binding` is the signed `EngineBinding` that the engine puts into its certificate's extension.
+    """
+
+    kind: ClassVar[str] = "engine_identity"
+    node_id: NodeIdField
+    role: Role
+    generation: Sequence63
+    swarm_digest: SwarmDigestField
+    binding: SignedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCertificate:
+    """The engine's certificate, which control tells to other nodes."""
+
+    kind: ClassVar[str] = "engine_certificate"
+    certificate: CertificateDer
+
+
+@dataclass(frozen=True, slots=True)
+class SetFence:
+    """Refuse everything under an (epoch, term) below this one. Control persisted it before saying so."""
+
+    kind: ClassVar[str] = "set_fence"
+    epoch: Epoch
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
+class SetLease:
+    """The engine may decode and emit under this (epoch, term) until the lease's end."""
+
+    kind: ClassVar[str] = "set_lease"
+    epoch: Epoch
+    term: Term
+    lease_end_boottime_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End in good order. The end of the socket means the same, in less good order."""
+
+    kind: ClassVar[str] = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFault:
+    """Something failed. `request` is what failed, or None when the engine as a whole cannot go on."""
+
+    kind: ClassVar[str] = "engine_fault"
+    request: Sequence63 | None
+    code: Word
+    detail: Sentence
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStatistics:
+    """Asks for the engine's counters."""
+
+    kind: ClassVar[str] = "query_statistics"
+    request: Sequence63
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """The answer to `QueryStatistics`: one JSON object."""
+
+    kind: ClassVar[str] = "engine_statistics"
+    request: Sequence63
+    values_json: Document
+
+
+# --- worker -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShard:
+    """Load exactly these experts from the model file, each checked against the model manifest."""
+
+    kind: ClassVar[str] = "load_shard"
+    request: Sequence63
+    manifest_path: FilePath
+    source_path: FilePath
+    shard: ShardBytes
+    threads: ThreadCount
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoaded:
+    """The answer to `LoadShard`: the memory its weights take, and the digest of the set that was loaded."""
+
+    kind: ClassVar[str] = "shard_loaded"
+    request: Sequence63
+    memory_bytes: Count
+    shard_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Listen for data connections there; port 0 lets the system choose."""
+
+    kind: ClassVar[str] = "listen"
+    host: Host
+    port: PortOrAny
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The answer to `Listen`: the address that was bound."""
+
+    kind: ClassVar[str] = "listening"
+    host: Host
+    port: Port
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectDialler:
+    """Accept one data connection with this token from the engine with this certificate, until it expires."""
+
+    kind: ClassVar[str] = "expect_dialler"
+    token: OneTimeToken
+    certificate_sha256: Digest
+    role: Role
+    node_id: NodeIdField
+    expires_boottime_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class DiallerExpected:
+    """The answer to `ExpectDialler`: from now on the token is good."""
+
+    kind: ClassVar[str] = "dialler_expected"
+    token: OneTimeToken
+
+
+# --- backbone -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrunk:
+    """Load the backbone file. `hooked` is false for a plain run of a whole model, to compare with."""
+
+    kind: ClassVar[str] = "load_trunk"
+    request: Sequence63
+    backbone_path: FilePath
+    manifest_path: FilePath
+    n_ctx: PositionCount
+    n_ubatch: PositionCount
+    n_batch: PositionCount
+    threads: ThreadCount
+    hooked: bool
+    kv_type: Literal["f16", "f32"]
+    n_seq: SessionCount
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkLoaded:
+    """The answer to `LoadTrunk`; `n_ctx` is what llama.cpp gave, `memory_bytes` the resident set."""
+
+    kind: ClassVar[str] = "trunk_loaded"
+    request: Sequence63
+    n_layer: LayerCount
+    n_vocab: Count
+    n_ctx: PositionCount
+    has_tokenizer: bool
+    memory_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectHolder:
+    """Dial this worker's engine, show the token, and expect exactly that certificate.
+
+    `shard` is what it holds; of two holders of one expert the one with the lower `priority` is asked first.
+    """
+
+    kind: ClassVar[str] = "connect_holder"
+    node_id: NodeIdField
+    host: Host
+    port: Port
+    token: OneTimeToken
+    certificate: CertificateDer
+    shard: ShardBytes
+    priority: Priority
+
+
+@dataclass(frozen=True, slots=True)
+class HolderConnected:
+    """The answer to `ConnectHolder`: the connection is authenticated and open."""
+
+    kind: ClassVar[str] = "holder_connected"
+    node_id: NodeIdField
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    """A holder was given up: it closed, was late, or answered with what cannot be used."""
+
+    kind: ClassVar[str] = "holder_lost"
+    node_id: NodeIdField
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class SetHolders:
+    """Dispatch by this plan from the next decode on; `plan` is the signed `Plan`."""
+
+    kind: ClassVar[str] = "set_holders"
+    revision: Sequence63
+    plan: SignedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Start a session. `prompt` is text, or None and `token_ids` is the prompt."""
+
+    kind: ClassVar[str] = "generate"
+    session: SessionIdField
+    prompt: Prompt | None
+    token_ids: Tokens
+    n_tokens: PositionCount
+    seed: Seed
+    temperature: Temperature
+    top_k: TopK
+    top_p: Probability
+    min_p: Probability
+    deadline_ms: Milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmitted:
+    """A token of a session, and the (epoch, term) under whose lease it was sampled."""
+
+    kind: ClassVar[str] = "token_emitted"
+    session: SessionIdField
+    position: Position
+    token: Token
+    piece: Piece
+    epoch: Epoch
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A session is over. `code` is empty unless `reason` is `failed`. Counts are this session's own."""
+
+    kind: ClassVar[str] = "session_ended"
+    session: SessionIdField
+    reason: EndReason
+    code: OptionalWord
+    detail: Sentence
+    n_prompt: Count
+    n_generated: Count
+    prompt_ns: Nanoseconds
+    decode_ns: Nanoseconds
+    rows_retried: Count
+    hook_calls: Count
+    worker_decisions: Count
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSession:
+    """End a session now; `SessionEnded` follows."""
+
+    kind: ClassVar[str] = "cancel_session"
+    session: SessionIdField
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateLogits:
+    """Feed these tokens in batches of these sizes and write the logits of every position to a file."""
+
+    kind: ClassVar[str] = "evaluate_logits"
+    request: Sequence63
+    token_ids: Tokens
+    chunk_sizes: ChunkSizes
+    output_path: FilePath
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsEvaluated:
+    """The answer to `EvaluateLogits`."""
+
+    kind: ClassVar[str] = "logits_evaluated"
+    request: Sequence63
+    positions: Count
+    hook_calls: Count
+    moe_layers: Count
+    rows_retried: Count
+    elapsed_ns: Nanoseconds
+
+
+EngineMessage: TypeAlias = (
+    EngineHello
+    | EngineIdentity
+    | EngineCertificate
+    | SetFence
+    | SetLease
+    | Shutdown
+    | EngineFault
+    | QueryStatistics
+    | EngineStatistics
+    | LoadShard
+    | ShardLoaded
+    | Listen
+    | Listening
+    | ExpectDialler
+    | DiallerExpected
+    | LoadTrunk
+    | TrunkLoaded
+    | ConnectHolder
+    | HolderConnected
+    | HolderLost
+    | SetHolders
+    | Generate
+    | TokenEmitted
+    | SessionEnded
+    | CancelSession
+    | EvaluateLogits
+    | LogitsEvaluated
+)
+
+ENGINE: Final[Family[EngineMessage]] = Family("engine", get_args(EngineMessage), ENGINE_FRAME_SIZE_MAX)

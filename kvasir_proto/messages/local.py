@@ -1,0 +1,119 @@
+"""What the command line and a running daemon say to each other over the control socket.
+
+One request a connection. A `GenerateRequest` is answered with any number of `TokenEvent` and one
+`GenerateEnd`; the others with one reply. Reports are JSON documents with a `schema_version` of their own: the
+socket does not know their form, so a report can grow without a new protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeAlias, get_args
+
+from kvasir_proto.limits import (
+    LOCAL_FRAME_SIZE_MAX,
+    Document,
+    EndReason,
+    OptionalWord,
+    Piece,
+    Position,
+    PositionCount,
+    Probability,
+    Prompt,
+    Seed,
+    Sentence,
+    Temperature,
+    Token,
+    Tokens,
+    TopK,
+    Word,
+)
+from kvasir_proto.messages import Family
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks what the daemon, its engines and its swarm are doing."""
+
+    kind: ClassVar[str] = "status_request"
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply:
+    """The answer to `StatusRequest`."""
+
+    kind: ClassVar[str] = "status_reply"
+    document: Document
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Asks for text. `prompt` is text, or None and `token_ids` is the prompt."""
+
+    kind: ClassVar[str] = "generate_request"
+    prompt: Prompt | None
+    token_ids: Tokens
+    n_tokens: PositionCount
+    seed: Seed
+    temperature: Temperature
+    top_k: TopK
+    top_p: Probability
+    min_p: Probability
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token was generated, at this position of the session."""
+
+    kind: ClassVar[str] = "token_event"
+    position: Position
+    token: Token
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateEnd:
+    """Nothing more will come. `code` is empty unless `reason` is `failed`; `statistics` is JSON."""
+
+    kind: ClassVar[str] = "generate_end"
+    reason: EndReason
+    code: OptionalWord
+    detail: Sentence
+    statistics: Document
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """Asks the daemon to stop in good order."""
+
+    kind: ClassVar[str] = "stop_request"
+
+
+@dataclass(frozen=True, slots=True)
+class StopReply:
+    """The daemon has begun to stop; it has stopped when the connection closes."""
+
+    kind: ClassVar[str] = "stop_reply"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request was not acceptable, or cannot be done: a code for programs, a sentence for people."""
+
+    kind: ClassVar[str] = "refusal"
+    code: Word
+    reason: Sentence
+
+
+LocalMessage: TypeAlias = (
+    StatusRequest
+    | StatusReply
+    | GenerateRequest
+    | TokenEvent
+    | GenerateEnd
+    | StopRequest
+    | StopReply
+    | Refusal
+)
+
+LOCAL: Final[Family[LocalMessage]] = Family("local", get_args(LocalMessage), LOCAL_FRAME_SIZE_MAX)
