@@ -268,9 +268,10 @@ class _Schema:
 
 @cache
 def _schema_of(family: Family[Any]) -> _Schema:
-    by_kind = {}
+    members: dict[str, Any] = dict(family.by_kind)
+    by_kind: dict[str, _Record] = {}
     lists, maps = [0], [0]
-    for kind, member in family.by_kind.items():
+    for kind, member in members.items():
         by_kind[kind] = _checker_of(member)
         _measure(by_kind[kind], lists, maps)
     return _Schema(by_kind, max(lists), max(maps) + len(_ENVELOPE) + _UNKNOWN_FIELDS_MAX)

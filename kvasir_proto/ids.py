@@ -75,7 +75,11 @@ def is_node_id(text: str) -> bool:
     return True
 
 
-NodeIdField: TypeAlias = Annotated[NodeId, Check(is_node_id, "the id of a node with an Ed25519 key")]
+NodeIdField: TypeAlias = Annotated[
+    NodeId,
+    Length(_NODE_ID_LENGTH, _NODE_ID_LENGTH),
+    Check(is_node_id, "the id of a node with an Ed25519 key"),
+]
 ModelDigestField: TypeAlias = Annotated[ModelDigest, Length(32, 32)]
 SwarmDigestField: TypeAlias = Annotated[SwarmDigest, Length(32, 32)]
 SessionIdField: TypeAlias = Annotated[SessionId, Length(16, 16)]
