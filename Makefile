@@ -1,0 +1,74 @@
+# One target a task. `make demo` and `make test` do all their own set-up, in .venv and nowhere else.
+# Needs: Python 3.11 to 3.13 with venv and headers, a C++ compiler, make. `make PYTHON=/path/to/python3.12 test` picks one.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+ENVIRONMENT := $(VENV)/.environment-stamp
+NATIVE := $(VENV)/.native-stamp
+NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
+STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
+
+.PHONY: help setup demo test lint type bench clean
+
+help:
+	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
+	@echo 'make demo    run a swarm on this machine with the model that ships with it'
+	@echo 'make test    run the tests'
+	@echo 'make lint    check style and formatting'
+	@echo 'make type    check types'
+	@echo 'make bench   measure the swarm against a single process'
+	@echo 'make clean   remove .venv and everything that was built'
+
+setup: $(NATIVE)
+
+demo: $(NATIVE)
+	@$(BIN)/kvasir-node demo $(ARGS)
+
+test: $(NATIVE)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(NATIVE)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: $(NATIVE)
+	@$(BIN)/mypy -p kvasir_proto -p kvasir_node -p tests
+
+bench: $(NATIVE)
+	@$(BIN)/kvasir-node bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf deploy/stand-ins/*/build deploy/stand-ins/*/*.egg-info
+	find kvasir_proto kvasir_node tests deploy -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kvasir_node -maxdepth 1 -name '_native*.so' -delete
+
+$(BIN)/python:
+	@python=$$(PYTHON='$(PYTHON)' deploy/find-python) || exit 1; \
+	"$$python" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# The stand-ins go first, so that pip finds libp2p's exact pins already met (README, "Why a stand-in").
+# llama.cpp compiles with two jobs; pip keeps the wheel, so that the next environment takes seconds.
+# The stamp carries the time the installation began: what changes meanwhile is seen the next time.
+$(ENVIRONMENT): pyproject.toml deploy/constraints.txt $(STAND_INS) | $(BIN)/python
+	@command -v $${CXX:-c++} >/dev/null || { echo 'Kvasir needs a C++ compiler and found none: install g++ or clang.' >&2; exit 1; }
+	@echo 'Setting up .venv; the first time llama.cpp is compiled, which takes some minutes.' >&2
+	@touch $@.started
+	$(PIP) install --upgrade -c deploy/constraints.txt pip
+	$(PIP) install --no-deps --force-reinstall deploy/stand-ins/fastecdsa
+	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(PIP) install -c deploy/constraints.txt --group dev --editable .
+	@mv $@.started $@
+
+# Rebuilds the native library alone, when it is what changed since the environment was made.
+$(NATIVE): $(NATIVE_SOURCES) kvasir_node/__init__.py | $(ENVIRONMENT)
+	@if [ -n "$$(find $^ -newer $(ENVIRONMENT) -print -quit)" ]; then \
+		echo 'Building the native library' >&2; \
+		$(PIP) install --no-deps --no-build-isolation --editable .; \
+	fi
+	@touch $@
