@@ -39,11 +39,15 @@ class Check:
 
 # --- frames -------------------------------------------------------------------------------------------------
 SWARM_FRAME_SIZE_MAX: Final = 2 << 20
-"""Bytes of the largest message between nodes: a signed plan for 256 workers fits four times over."""
+"""Bytes of the largest message between nodes: a signed plan with its proof fits."""
 ENGINE_FRAME_SIZE_MAX: Final = 16 << 20
 """Bytes of the largest message between control and its engine: a prompt in text and in tokens."""
 LOCAL_FRAME_SIZE_MAX: Final = 16 << 20
 """Bytes of the largest message between the command line and the daemon."""
+SIGNED_SIZE_MAX: Final = 1 << 20
+"""Bytes of the largest signed payload with its signature."""
+PROOF_SIZE_MAX: Final = 16 << 10
+"""Bytes of the largest term proof: seven votes fit four times over."""
 
 # --- counts -------------------------------------------------------------------------------------------------
 ELECTORS_MAX: Final = 7
@@ -96,8 +100,6 @@ Sequence63: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
 Nanoseconds: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
 Milliseconds: TypeAlias = Annotated[int, Range(1, 24 * 3600 * 1000)]
 """A duration somebody waits; at most a day."""
-Priority: TypeAlias = Annotated[int, Range(0, 255)]
-"""Lower is first."""
 SessionCount: TypeAlias = Annotated[int, Range(1, 256)]
 ThreadCount: TypeAlias = Annotated[int, Range(1, 1024)]
 LayerCount: TypeAlias = Annotated[int, Range(1, LAYERS_MAX)]
@@ -125,10 +127,12 @@ PublicKeyDer: TypeAlias = Annotated[bytes, Length(1, 1024)]
 """A SubjectPublicKeyInfo."""
 Piece: TypeAlias = Annotated[bytes, Length(0, 4096)]
 """The bytes of one token; alone they need not be valid UTF-8."""
-ProofBytes: TypeAlias = Annotated[bytes, Length(1, 16 << 10)]
+ProofBytes: TypeAlias = Annotated[bytes, Length(1, PROOF_SIZE_MAX)]
 """An encoded `TermProof`."""
-SignedBytes: TypeAlias = Annotated[bytes, Length(1, 1 << 20)]
+SignedBytes: TypeAlias = Annotated[bytes, Length(1, SIGNED_SIZE_MAX)]
 """An encoded `Signed`."""
+Payload: TypeAlias = Annotated[bytes, Length(1, SIGNED_SIZE_MAX - 512)]
+"""What a `Signed` holds, exactly as it was signed."""
 ShardBytes: TypeAlias = Annotated[bytes, Length(1, 1 << 20)]
 """An encoded `ShardSet`."""
 
@@ -137,6 +141,7 @@ Tokens: TypeAlias = Annotated[tuple[Token, ...], Length(0, CONTEXT_LENGTH_MAX)]
 Versions: TypeAlias = Annotated[tuple[Version, ...], Length(1, VERSIONS_MAX)]
 Addresses: TypeAlias = Annotated[tuple[Address, ...], Length(0, ADDRESSES_MAX)]
 ChunkSizes: TypeAlias = Annotated[tuple[PositionCount, ...], Length(1, CONTEXT_LENGTH_MAX)]
+ChunkTimes: TypeAlias = Annotated[tuple[Nanoseconds, ...], Length(0, CONTEXT_LENGTH_MAX)]
 
 
 def as_sentence(text: str) -> str:

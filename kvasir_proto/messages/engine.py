@@ -16,6 +16,7 @@ from kvasir_proto.limits import (
     ENGINE_FRAME_SIZE_MAX,
     CertificateDer,
     ChunkSizes,
+    ChunkTimes,
     Count,
     Digest,
     Document,
@@ -33,9 +34,9 @@ from kvasir_proto.limits import (
     PortOrAny,
     Position,
     PositionCount,
-    Priority,
     Probability,
     Prompt,
+    ProofBytes,
     PublicKeyDer,
     Role,
     Seed,
@@ -194,7 +195,7 @@ class ExpectDialler:
 
     kind: ClassVar[str] = "expect_dialler"
     token: OneTimeToken
-    certificate_sha256: Digest
+    certificate: CertificateDer
     role: Role
     node_id: NodeIdField
     expires_boottime_ns: Nanoseconds
@@ -245,7 +246,8 @@ class TrunkLoaded:
 class ConnectHolder:
     """Dial this worker's engine, show the token, and expect exactly that certificate.
 
-    `shard` is what it holds; of two holders of one expert the one with the lower `priority` is asked first.
+    `shard` is what it holds, `primary` the part for which it is asked before any other holder; `proof` is the
+    term proof that the worker is shown.
     """
 
     kind: ClassVar[str] = "connect_holder"
@@ -255,7 +257,8 @@ class ConnectHolder:
     token: OneTimeToken
     certificate: CertificateDer
     shard: ShardBytes
-    priority: Priority
+    primary: ShardBytes
+    proof: ProofBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,16 +275,17 @@ class HolderLost:
 
     kind: ClassVar[str] = "holder_lost"
     node_id: NodeIdField
+    code: Word
     reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
-class SetHolders:
-    """Dispatch by this plan from the next decode on; `plan` is the signed `Plan`."""
+class RemoveHolder:
+    """Dispatch nothing more to this node from the next layer call on."""
 
-    kind: ClassVar[str] = "set_holders"
-    revision: Sequence63
-    plan: SignedBytes
+    kind: ClassVar[str] = "remove_holder"
+    node_id: NodeIdField
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +333,6 @@ class SessionEnded:
     decode_ns: Nanoseconds
     rows_retried: Count
     hook_calls: Count
-    worker_decisions: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,15 +356,14 @@ class EvaluateLogits:
 
 @dataclass(frozen=True, slots=True)
 class LogitsEvaluated:
-    """The answer to `EvaluateLogits`."""
+    """The answer to `EvaluateLogits`; `chunk_ns` is the time of each decode, in nanoseconds."""
 
     kind: ClassVar[str] = "logits_evaluated"
     request: Sequence63
     positions: Count
     hook_calls: Count
-    moe_layers: Count
     rows_retried: Count
-    elapsed_ns: Nanoseconds
+    chunk_ns: ChunkTimes
 
 
 EngineMessage: TypeAlias = (
@@ -385,7 +387,7 @@ EngineMessage: TypeAlias = (
     | ConnectHolder
     | HolderConnected
     | HolderLost
-    | SetHolders
+    | RemoveHolder
     | Generate
     | TokenEmitted
     | SessionEnded

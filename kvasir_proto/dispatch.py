@@ -1,0 +1,311 @@
+"""The data plane's frames: what a backbone and a worker say to each other once per MoE layer.
+
+These frames ride a mutually authenticated TLS connection, one request after another, outside msgpack: a
+layer costs a few hundred microseconds and a fixed header packs in one. The module knows layouts and bounds
+only. It refuses to know numpy, sockets, clocks or what an expert computes.
+
+Every frame is a fixed header of `HEADER_BYTES` and then `payload_bytes` of payload, all little-endian:
+
+* ``OPEN``: msgpack; the session's epoch, term, term proof and the model's digest. Answered by a ``REPLY``.
+* ``PROGRAM``: one encoded expert program under an index that later dispatches name. Answered by a ``REPLY``.
+* ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], F32 rows[n_rows, n_embd_in].
+* ``REPLY``: F32 rows[n_pairs, n_embd_out] when the code is ``OK``, else a UTF-8 sentence.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import msgpack
+
+from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+
+HEADER_BYTES: Final = 80
+"""Size of every frame's header; a REPLY's SHA-256 is its last 32 bytes."""
+
+PAIRS_MAX: Final = 65_536
+"""(row, expert) pairs in one dispatch: a ubatch of 4,096 tokens with 16 experts each."""
+
+PAYLOAD_BYTES_MAX: Final = 512 * 1024 * 1024
+"""Largest payload a receiver prepares for; 4,096 tokens x 8 slots x n_embd 4,096 in F32."""
+
+REFUSAL_TEXT_BYTES_MAX: Final = 1024
+OPEN_BYTES_MAX: Final = 64 * 1024
+PROGRAM_BYTES_MAX: Final = 64 * 1024
+PROGRAMS_MAX: Final = 64
+"""Programs one connection may name: a model has one for each kind of layer."""
+
+_MAGIC: Final = b"KVA1"
+_COMMON: Final = struct.Struct("<4sBBHQQ")  # magic, kind, wire type, code, request id, payload bytes
+_DISPATCH: Final = struct.Struct("<4sBBHQQIIIIII")  # + epoch, term, layer, program, n_rows, n_pairs
+_REPLY: Final = struct.Struct("<4sBBHQQQQI4x32s")  # + received_ns, compute_ns, n_pairs, SHA-256
+
+assert _DISPATCH.size <= HEADER_BYTES
+assert _REPLY.size <= HEADER_BYTES
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is."""
+
+    OPEN = 1
+    PROGRAM = 2
+    DISPATCH = 3
+    REPLY = 4
+
+
+class WireType(enum.IntEnum):
+    """How rows are encoded. F32 unless a certificate measured another one (invariant 3)."""
+
+    F32 = 0
+
+
+class ReplyCode(enum.IntEnum):
+    """Why a worker did not answer with rows; ``OK`` when it did."""
+
+    OK = 0
+    MALFORMED = 1
+    OVERSIZED = 2
+    NOT_OPEN = 3
+    STALE_TERM = 4
+    WRONG_MODEL = 5
+    UNKNOWN_PROGRAM = 6
+    UNKNOWN_LAYER = 7
+    FOREIGN_EXPERT = 8
+    WRONG_SHAPE = 9
+    KERNEL_FAILED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchHeader:
+    """A dispatch: which rows, through which experts of which layer, under which authority.
+
+    ``n_rows`` distinct activation rows travel; pair p asks for expert ``expert_of_pair[p]`` on row
+    ``row_of_pair[p]``. ``program`` is the index that an earlier PROGRAM frame gave.
+    """
+
+    request_id: int
+    payload_bytes: int
+    epoch: int
+    term: int
+    layer: int
+    program: int
+    n_rows: int
+    n_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHeader:
+    """A reply: the code, the worker's own timestamps, and the digest over (request, rows).
+
+    ``received_ns`` is the worker's monotonic clock when the request was complete, ``compute_ns`` how long
+    the kernel took. Across machines only differences of the former mean anything.
+    """
+
+    request_id: int
+    payload_bytes: int
+    code: ReplyCode
+    received_ns: int
+    compute_ns: int
+    n_pairs: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHeader:
+    """OPEN or PROGRAM; ``program`` is the index a PROGRAM frame gives to the program it carries."""
+
+    kind: FrameKind
+    request_id: int
+    payload_bytes: int
+    program: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a backbone says first on a connection: under which proven term, and of which model."""
+
+    epoch: int
+    term: int
+    proof: bytes
+    model_digest: bytes
+
+    def encode(self) -> bytes:
+        """The payload of an OPEN frame."""
+        return bytes(msgpack.packb([self.epoch, self.term, self.proof, self.model_digest]))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Opening:
+        """Raises `RemoteProtocolError` for anything but a well-formed opening."""
+        try:
+            fields = msgpack.unpackb(data, use_list=False)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise RemoteProtocolError("OPEN is not msgpack", code="malformed") from error
+        kinds = (int, int, bytes, bytes)
+        if (
+            not isinstance(fields, tuple)
+            or len(fields) != len(kinds)
+            or any(type(value) is not kind for value, kind in zip(fields, kinds, strict=True))
+            or not 0 <= fields[0] < 2**32
+            or not 0 <= fields[1] < 2**32
+        ):
+            raise RemoteProtocolError("OPEN has other fields than expected", code="malformed")
+        return cls(*fields)
+
+
+Header = DispatchHeader | ReplyHeader | PlainHeader
+
+
+def pack_dispatch_into(
+    buffer: bytearray | memoryview,
+    *,
+    request_id: int,
+    epoch: int,
+    term: int,
+    layer: int,
+    program: int,
+    n_rows: int,
+    n_pairs: int,
+    n_embd_in: int,
+) -> int:
+    """Write a DISPATCH header at the start of ``buffer``; return the payload's size in bytes."""
+    payload_bytes = dispatch_payload_bytes(n_rows, n_pairs, n_embd_in)
+    _DISPATCH.pack_into(
+        buffer,
+        0,
+        _MAGIC,
+        FrameKind.DISPATCH,
+        WireType.F32,
+        0,
+        request_id,
+        payload_bytes,
+        epoch,
+        term,
+        layer,
+        program,
+        n_rows,
+        n_pairs,
+    )
+    return payload_bytes
+
+
+def dispatch_payload_bytes(n_rows: int, n_pairs: int, n_embd_in: int) -> int:
+    """Size in bytes of a DISPATCH payload: two I32 a pair, then the F32 rows."""
+    return 8 * n_pairs + 4 * n_rows * n_embd_in
+
+
+def pack_reply_into(
+    buffer: bytearray | memoryview,
+    *,
+    request_id: int,
+    code: ReplyCode,
+    payload_bytes: int,
+    n_pairs: int,
+    received_ns: int,
+    compute_ns: int,
+    digest: bytes,
+) -> None:
+    """Write a REPLY header at the start of ``buffer``; ``digest`` is 32 bytes."""
+    _REPLY.pack_into(
+        buffer,
+        0,
+        _MAGIC,
+        FrameKind.REPLY,
+        WireType.F32,
+        code,
+        request_id,
+        payload_bytes,
+        received_ns,
+        compute_ns,
+        n_pairs,
+        digest,
+    )
+
+
+def pack_refusal(request_id: int, code: ReplyCode, reason: str) -> bytes:
+    """A whole REPLY frame that refuses: the code and a sentence of bounded size."""
+    text = reason.encode()[:REFUSAL_TEXT_BYTES_MAX]
+    frame = bytearray(HEADER_BYTES)
+    pack_reply_into(
+        frame,
+        request_id=request_id,
+        code=code,
+        payload_bytes=len(text),
+        n_pairs=0,
+        received_ns=0,
+        compute_ns=0,
+        digest=bytes(32),
+    )
+    return bytes(frame) + text
+
+
+def pack_plain(kind: FrameKind, request_id: int, payload: bytes, *, program: int = 0) -> bytes:
+    """A whole OPEN or PROGRAM frame."""
+    if kind not in (FrameKind.OPEN, FrameKind.PROGRAM):
+        raise LocalProtocolError(f"{kind!r} frames are not plain")
+    header = bytearray(HEADER_BYTES)
+    _COMMON.pack_into(header, 0, _MAGIC, kind, WireType.F32, 0, request_id, len(payload))
+    struct.pack_into("<I", header, _COMMON.size, program)
+    return bytes(header) + payload
+
+
+def parse_header(data: bytes | bytearray | memoryview) -> Header:
+    """Read a header from the first `HEADER_BYTES` of ``data``.
+
+    Raises `RemoteProtocolError` with code ``malformed`` or ``oversized`` for anything this module would
+    not write; ``data`` shorter than a header is the caller's own error.
+    """
+    magic, kind, wire, code, request_id, payload_bytes = _COMMON.unpack_from(data, 0)
+    if magic != _MAGIC:
+        raise RemoteProtocolError("the frame does not start with KVA1", code="malformed")
+    if wire != WireType.F32:
+        raise RemoteProtocolError(f"wire type {wire} was not negotiated", code="malformed")
+    if kind == FrameKind.DISPATCH:
+        return _parse_dispatch(data)
+    if kind == FrameKind.REPLY:
+        return _parse_reply(data, code)
+    if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
+        bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
+        if payload_bytes > bound:
+            raise RemoteProtocolError(f"{FrameKind(kind).name} of {payload_bytes} bytes", code="oversized")
+        (program,) = struct.unpack_from("<I", data, _COMMON.size)
+        if program >= PROGRAMS_MAX:
+            raise RemoteProtocolError(f"program index {program}", code="oversized")
+        return PlainHeader(FrameKind(kind), request_id, payload_bytes, program)
+    raise RemoteProtocolError(f"unknown frame kind {kind}", code="malformed")
+
+
+def _parse_dispatch(data: bytes | bytearray | memoryview) -> DispatchHeader:
+    fields = _DISPATCH.unpack_from(data, 0)
+    header = DispatchHeader(*fields[4:])
+    if header.payload_bytes > PAYLOAD_BYTES_MAX or header.n_pairs > PAIRS_MAX:
+        raise RemoteProtocolError(
+            f"dispatch of {header.n_pairs} pairs and {header.payload_bytes} bytes", code="oversized"
+        )
+    if header.n_pairs == 0 or header.n_rows == 0 or header.n_rows > header.n_pairs:
+        raise RemoteProtocolError(
+            f"dispatch of {header.n_rows} rows for {header.n_pairs} pairs", code="malformed"
+        )
+    return header
+
+
+def _parse_reply(data: bytes | bytearray | memoryview, code: int) -> ReplyHeader:
+    _, _, _, _, request_id, payload_bytes, received_ns, compute_ns, n_pairs, digest = _REPLY.unpack_from(
+        data, 0
+    )
+    if code > max(ReplyCode):
+        raise RemoteProtocolError(f"unknown reply code {code}", code="malformed")
+    bound = PAYLOAD_BYTES_MAX if code == ReplyCode.OK else REFUSAL_TEXT_BYTES_MAX
+    if payload_bytes > bound or n_pairs > PAIRS_MAX:
+        raise RemoteProtocolError(f"reply of {payload_bytes} bytes", code="oversized")
+    return ReplyHeader(request_id, payload_bytes, ReplyCode(code), received_ns, compute_ns, n_pairs, digest)
+
+
+def reply_digest(request: bytes | bytearray | memoryview, rows: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256 over (request frame as sent, rows as sent): what a worker is held to when it is audited."""
+    digest = hashlib.sha256(request)
+    digest.update(rows)
+    return digest.digest()
