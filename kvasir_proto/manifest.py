@@ -82,7 +82,7 @@ class ManifestTensor:
     @property
     def is_expert(self) -> bool:
         """Whether the tensor belongs to routed experts, which lie along its last dimension."""
-        return EXPERT_TENSOR.fullmatch(self.name) is not None
+        return is_expert_name(self.name)
 
     @property
     def expert_size_bytes(self) -> int:
@@ -118,9 +118,10 @@ class ModelManifest:
 
     Sizes come from the tensors themselves where they can: `n_ff` is the widest routed expert's hidden row,
     `n_embd` the model's width. `moe_layers` are the layers of the trunk that have routed experts (layers
-    of a multi-token prediction head are not among them). `tokenizer_sha256` covers every `tokenizer.*`
-    entry of the header, `header_sha256` the first `data_offset` bytes of the file. Tensors are in the
-    file's order. Raises `LocalProtocolError` when the parts contradict each other.
+    of a multi-token prediction head are not among them). `header_sha256` covers the first `data_offset`
+    bytes of the file; `metadata_sha256` the header's entries sorted by key, which a file made from this
+    model keeps, and `tokenizer_sha256` those whose key begins with `tokenizer.`. Tensors are in the file's
+    order. Raises `LocalProtocolError` when the parts contradict each other.
     """
 
     name: str
@@ -136,6 +137,7 @@ class ModelManifest:
     file_size_bytes: int
     data_offset: int
     header_sha256: bytes
+    metadata_sha256: bytes
     tokenizer_sha256: bytes
     tensors: tuple[ManifestTensor, ...]
 
@@ -159,6 +161,7 @@ class ModelManifest:
                     self.file_size_bytes,
                     self.data_offset,
                     self.header_sha256,
+                    self.metadata_sha256,
                     self.tokenizer_sha256,
                     [
                         [one.name, one.type.id, list(one.shape), one.offset, one.size_bytes, one.digests]
@@ -339,8 +342,8 @@ def _check_manifest(manifest: ModelManifest) -> None:
     _require(manifest.n_expert_used <= manifest.n_expert, "n_expert_used exceeds n_expert")
     _require(0 < manifest.file_size_bytes <= FILE_SIZE_BYTES_MAX, "file_size_bytes is out of range")
     _require(0 < manifest.data_offset <= manifest.file_size_bytes, "data_offset is out of range")
-    _require(len(manifest.header_sha256) == DIGEST_SIZE_BYTES, "header_sha256 is not 32 bytes")
-    _require(len(manifest.tokenizer_sha256) == DIGEST_SIZE_BYTES, "tokenizer_sha256 is not 32 bytes")
+    for field in ("header_sha256", "metadata_sha256", "tokenizer_sha256"):
+        _require(len(getattr(manifest, field)) == DIGEST_SIZE_BYTES, f"{field} is not 32 bytes")
     _require(0 < len(manifest.tensors) <= TENSORS_MAX, "the number of tensors is out of range")
 
     names: set[str] = set()
@@ -395,6 +398,11 @@ def tensor_size_bytes(tensor_type: TensorType, shape: tuple[int, ...]) -> int:
     return size_bytes
 
 
+def is_expert_name(name: str) -> bool:
+    """Whether a tensor of this name belongs to routed experts."""
+    return EXPERT_TENSOR.fullmatch(name) is not None
+
+
 def _check_ranges(ranges: tuple[tuple[int, int, int], ...]) -> None:
     _require(len(ranges) <= SHARD_RANGES_MAX, "too many ranges")
     before = (-1, 0, 0)
@@ -423,7 +431,7 @@ def _decoded(data: bytes, what: str, code: str, build: Callable[[Any], _Decoded]
 
 
 def _manifest_of(parts: Any) -> ModelManifest:
-    _require(isinstance(parts, list) and len(parts) == 17, "a manifest has 17 parts")
+    _require(isinstance(parts, list) and len(parts) == 18, "a manifest has 18 parts")
     _require(parts[0] == "kvasir/model-manifest", "it is something else")
     _require(type(parts[1]) is int and parts[1] == MANIFEST_FORMAT, f"format {parts[1]!r} is not known")
     counts = {field: _integer(parts[4 + index]) for index, field in enumerate(_COUNTS)}
@@ -435,8 +443,9 @@ def _manifest_of(parts: Any) -> ModelManifest:
         file_size_bytes=_integer(parts[12]),
         data_offset=_integer(parts[13]),
         header_sha256=_binary(parts[14]),
-        tokenizer_sha256=_binary(parts[15]),
-        tensors=tuple(_tensor_of(each) for each in _list(parts[16], TENSORS_MAX)),
+        metadata_sha256=_binary(parts[15]),
+        tokenizer_sha256=_binary(parts[16]),
+        tensors=tuple(_tensor_of(each) for each in _list(parts[17], TENSORS_MAX)),
     )
 
 

@@ -1,0 +1,130 @@
+"""Writes GGUF files so that they are either whole or not there.
+
+Decides where tensors lie (in order, aligned, no gap: what llama.cpp insists on) and how a file appears:
+under a temporary name, flushed to the disk, then renamed. Bytes are copied in small pieces and hashed on the
+way, so a file never takes memory and never carries bytes that differ from the manifest. What is written, and
+which tensors stay holes, is for the callers to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from kvasir_node.model.gguf_format import GgufTensor, MetadataEntry, aligned, encode_header
+from kvasir_proto.errors import ModelUnusable
+from kvasir_proto.manifest import ManifestTensor, tensor_size_bytes
+from kvasir_proto.tensor_types import TensorType
+
+COPY_SIZE_BYTES: Final = 1 << 20
+"""How much of a tensor is in memory at once."""
+
+PARTIAL_PREFIX: Final = ".partial-"
+"""How the names of files that are being written begin."""
+
+
+def lay_out(
+    metadata: Sequence[MetadataEntry],
+    tensors: Sequence[tuple[str, TensorType, tuple[int, ...]]],
+    alignment: int,
+) -> tuple[bytes, tuple[GgufTensor, ...], int]:
+    """(header, tensors with their offsets, size of the file) for tensors of these names, types and shapes."""
+    placed: list[GgufTensor] = []
+    offset = 0
+    for name, tensor_type, shape in tensors:
+        size_bytes = tensor_size_bytes(tensor_type, shape)
+        placed.append(GgufTensor(name, tensor_type, shape, offset, size_bytes))
+        offset = aligned(offset + size_bytes, alignment)
+    # A header's length does not depend on the offsets in it, so the first try tells where data begin.
+    data_offset = len(encode_header(metadata, placed, alignment, 0))
+    final = tuple(
+        GgufTensor(each.name, each.type, each.shape, each.offset + data_offset, each.size_bytes)
+        for each in placed
+    )
+    return encode_header(metadata, final, alignment, data_offset), final, offset + data_offset
+
+
+@contextlib.contextmanager
+def new_file(destination: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `destination` when the block ends well, and is gone otherwise.
+
+    Raises `ModelUnusable` when the file system refuses, for instance because it is full.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=destination.parent)
+        partial = Path(name)
+        try:
+            with open(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(destination)
+        finally:
+            partial.unlink(missing_ok=True)
+        directory = os.open(destination.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise ModelUnusable(f"{destination} cannot be written: {error.strerror or error}") from error
+
+
+def copy_tensor(
+    source: BinaryIO,
+    tensor: ManifestTensor,
+    destination: BinaryIO,
+    offset: int,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Copy one tensor from the model file to `offset`, checking every digest on the way.
+
+    `on_bytes` is told the size of each piece. Raises `ModelUnusable` when the source has other bytes than
+    the manifest says; the destination is then not to be used.
+    """
+    destination.seek(offset)
+    for piece in verified_pieces(source, tensor):
+        destination.write(piece)
+        if on_bytes is not None:
+            on_bytes(len(piece))
+
+
+def verified_pieces(source: BinaryIO, tensor: ManifestTensor) -> Iterator[bytes]:
+    """The bytes of one tensor in pieces, checked against its digests.
+
+    Raises `ModelUnusable` after the last piece of a part whose digest is not the manifest's.
+    """
+    for digest, offset, size_bytes in _digested_parts(tensor):
+        hasher = hashlib.sha256()
+        for piece in read_pieces(source, offset, size_bytes, tensor.name):
+            hasher.update(piece)
+            yield piece
+        if hasher.digest() != digest:
+            raise ModelUnusable(f"{source.name} is damaged: {tensor.name} has not the manifest's digest")
+
+
+def read_pieces(source: BinaryIO, offset: int, size_bytes: int, what: str) -> Iterator[bytes]:
+    """The bytes at `offset` in pieces; `ModelUnusable`, naming `what`, when the file ends before."""
+    if source.tell() != offset:
+        source.seek(offset)
+    while size_bytes:
+        piece = source.read(min(size_bytes, COPY_SIZE_BYTES))
+        if not piece:
+            raise ModelUnusable(f"{source.name} is cut short: it ends inside {what}")
+        size_bytes -= len(piece)
+        yield piece
+
+
+def _digested_parts(tensor: ManifestTensor) -> Iterator[tuple[bytes, int, int]]:
+    """(digest, offset, size in bytes) of each part of a tensor that has a digest of its own."""
+    if not tensor.is_expert:
+        yield tensor.sha256, tensor.offset, tensor.size_bytes
+        return
+    for expert in range(tensor.shape[-1]):
+        offset, size_bytes = tensor.expert_range(expert)
+        yield tensor.expert_sha256(expert), offset, size_bytes

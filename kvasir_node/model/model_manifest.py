@@ -1,0 +1,254 @@
+"""Builds the manifest of a local model file, in one pass over its bytes.
+
+Decides whether a GGUF file is a Mixture-of-Experts model that a swarm can serve: its counts and the shapes of
+its experts' tensors must agree with each other. No architecture is special here: what matters is which
+tensors have the names that the hook takes over, and their shapes. It never loads a tensor whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, metadata_sha256
+from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_writer import read_pieces
+from kvasir_proto.errors import LocalProtocolError, ModelUnusable
+from kvasir_proto.manifest import (
+    DIMENSION_MAX,
+    EXPERT_TENSOR,
+    EXPERTS_MAX,
+    LAYERS_MAX,
+    ManifestTensor,
+    ModelManifest,
+    is_expert_name,
+)
+
+HOOKED_NAME: Final = "ffn_(up|down|gate|gate_up)_exps"
+"""The pattern by which llama.cpp is told which tensors are the hook's (searched for anywhere in the name)."""
+
+_ARCHITECTURE: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
+_HOOKED: Final = re.compile(HOOKED_NAME)
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all) as work goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGeometry:
+    """The counts of a Mixture-of-Experts model, read from its metadata and agreed with its tensors."""
+
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_expert: int
+    n_expert_used: int
+    n_vocab: int
+    n_ctx_train: int
+    moe_layers: tuple[int, ...]
+
+
+def build_manifest(path: Path, progress: Progress | None = None) -> ModelManifest:
+    """The manifest of the model at `path`, reading the file once from begin to end.
+
+    Raises `ModelUnusable` for a file that `read_gguf` refuses, that is not a Mixture of Experts, that
+    contradicts itself, or that changes while it is read.
+    """
+    return manifest_of(read_gguf(path), progress)
+
+
+def manifest_of(gguf: GgufFile, progress: Progress | None = None) -> ModelManifest:
+    """As `build_manifest`, for a header that has been read already."""
+    geometry = expert_geometry(gguf)
+    try:
+        return ModelManifest(
+            name=_name_of(gguf, geometry.architecture),
+            architecture=geometry.architecture,
+            n_layer=geometry.n_layer,
+            n_embd=geometry.n_embd,
+            n_ff=geometry.n_ff,
+            n_expert=geometry.n_expert,
+            n_expert_used=geometry.n_expert_used,
+            n_vocab=geometry.n_vocab,
+            n_ctx_train=geometry.n_ctx_train,
+            moe_layers=geometry.moe_layers,
+            file_size_bytes=gguf.size_bytes,
+            data_offset=gguf.data_offset,
+            header_sha256=gguf.header_sha256,
+            metadata_sha256=metadata_sha256(gguf.metadata),
+            tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer."),
+            tensors=_digested_tensors(gguf, progress),
+        )
+    except LocalProtocolError as error:
+        raise ModelUnusable(f"{gguf.path} cannot be used: {error}") from error
+
+
+def expert_geometry(gguf: GgufFile) -> ExpertGeometry:
+    """The counts of the model; `ModelUnusable`, naming the field, when it is not a usable Mixture of Experts.
+
+    A file that is one part of a split model, or has one tensor an expert (the form before 2024), is refused
+    by name.
+    """
+    fields = _Fields(gguf)
+    architecture = fields.text("general.architecture")
+    if _ARCHITECTURE.fullmatch(architecture) is None:
+        raise fields.refusal("general.architecture is not a plain name")
+    if fields.count("split.count", 0, EXPERTS_MAX, missing=1) > 1:
+        raise fields.refusal("it is one part of a split model; join the parts with llama-gguf-split first")
+
+    experts = _expert_tensors(fields, gguf)
+    key = f"{architecture}."
+    n_expert = fields.count(key + "expert_count", 0, EXPERTS_MAX, missing=0)
+    if not experts:
+        if n_expert:
+            raise fields.refusal("it is a Mixture of Experts, but its experts are not stacked in one tensor")
+        raise fields.refusal("it is not a Mixture-of-Experts model: it has no expert tensors")
+    if not n_expert:
+        raise fields.refusal(f"it has expert tensors, but {key}expert_count does not say how many experts")
+    n_layer = fields.count(key + "block_count", 1, LAYERS_MAX)
+    n_prediction_layer = fields.count(key + "nextn_predict_layers", 0, n_layer - 1, missing=0)
+    if max(experts) >= n_layer:
+        raise fields.refusal(f"it has experts in layer {max(experts)}, but {key}block_count is {n_layer}")
+    widths = [_checked_layer(fields, layer, experts[layer], n_expert) for layer in sorted(experts)]
+    moe_layers = tuple(each for each in sorted(experts) if each < n_layer - n_prediction_layer)
+    if not moe_layers:
+        raise fields.refusal("no layer of its trunk has experts")
+    embedding = next((each for each in gguf.tensors if each.name == "token_embd.weight"), None)
+    return ExpertGeometry(
+        architecture=architecture,
+        n_layer=n_layer,
+        n_embd=fields.count(key + "embedding_length", 1, DIMENSION_MAX),
+        n_ff=max(widths),
+        n_expert=n_expert,
+        n_expert_used=fields.count(key + "expert_used_count", 1, n_expert),
+        n_vocab=embedding.shape[-1] if embedding is not None else 0,
+        n_ctx_train=fields.count(key + "context_length", 0, DIMENSION_MAX, missing=0),
+        moe_layers=moe_layers,
+    )
+
+
+class _Fields:
+    """The metadata of one file, read with bounds; every refusal names the file and the key."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self._gguf = gguf
+
+    def refusal(self, reason: str) -> ModelUnusable:
+        return ModelUnusable(f"{self._gguf.path} cannot be used: {reason}")
+
+    def text(self, key: str) -> str:
+        entry = self._gguf.metadata.get(key)
+        if entry is None:
+            raise self.refusal(f"{key} is missing")
+        try:
+            return entry.text()
+        except ValueError as error:
+            raise self.refusal(f"{key} is not a text") from error
+
+    def count(self, key: str, low: int, high: int, missing: int | None = None) -> int:
+        """One count, or the largest of an array of counts (one a layer)."""
+        entry = self._gguf.metadata.get(key)
+        if entry is None:
+            if missing is None:
+                raise self.refusal(f"{key} is missing")
+            return missing
+        kind = entry.element_type if entry.element_type is not None else entry.type
+        if kind not in INTEGER_TYPES or not entry.count:
+            raise self.refusal(f"{key} is not a count")
+        value = max(int(each) for each in entry.scalars())
+        if not low <= value <= high:
+            raise self.refusal(f"{key} is {value}, not in {low}..{high}")
+        return value
+
+
+def _expert_tensors(fields: _Fields, gguf: GgufFile) -> dict[int, dict[str, GgufTensor]]:
+    """The experts' tensors by layer and suffix."""
+    layers: dict[int, dict[str, GgufTensor]] = {}
+    for tensor in gguf.tensors:
+        match = EXPERT_TENSOR.fullmatch(tensor.name)
+        if match is not None:
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor
+        elif _HOOKED.search(tensor.name):
+            raise fields.refusal(f"{tensor.name} belongs to experts in a way Kvasir does not know")
+    return layers
+
+
+def _checked_layer(fields: _Fields, layer: int, tensors: Mapping[str, GgufTensor], n_expert: int) -> int:
+    """The hidden width of one layer's experts; refuses tensors whose shapes do not fit each other."""
+
+    def matrix(kind: str) -> tuple[int, int] | None:
+        """(values in, values out) of one kind of matrix; None when the layer has none."""
+        tensor = tensors.get(f"ffn_{kind}_exps.weight")
+        if tensor is None:
+            return None
+        if len(tensor.shape) != 3:
+            raise fields.refusal(f"{tensor.name} has {len(tensor.shape)} dimensions, not 3")
+        return tensor.shape[0], tensor.shape[1]
+
+    for tensor in tensors.values():
+        if tensor.shape[-1] != n_expert:
+            raise fields.refusal(f"{tensor.name} has {tensor.shape[-1]} experts, expert_count is {n_expert}")
+    down, gate, up, gate_up = (matrix(kind) for kind in ("down", "gate", "up", "gate_up"))
+    if down is None or (up is None) == (gate_up is None):
+        raise fields.refusal(
+            f"layer {layer} has experts without ffn_down_exps, or without one of up and gate_up"
+        )
+    n_ff, n_out = down
+    widths = {"gate": (gate, n_ff), "up": (up, n_ff), "gate_up": (gate_up, 2 * n_ff), "down": (down, n_out)}
+    for kind, (shape, n_rows) in widths.items():
+        if shape is not None and shape[1] != n_rows:
+            raise fields.refusal(f"blk.{layer}.ffn_{kind}_exps.weight has {shape[1]} rows, not {n_rows}")
+        for suffix, expected in (("bias", (n_rows, n_expert)), ("scale", (n_expert,))):
+            extra = tensors.get(f"ffn_{kind}_exps.{suffix}")
+            if extra is not None and (shape is None or extra.shape != expected):
+                raise fields.refusal(f"{extra.name} has shape {extra.shape}, not {expected}")
+    if gate is not None and up is not None and gate[0] != up[0]:
+        raise fields.refusal(f"layer {layer}: gate takes {gate[0]} values, up {up[0]}")
+    return n_ff
+
+
+def _digested_tensors(gguf: GgufFile, progress: Progress | None) -> tuple[ManifestTensor, ...]:
+    """Every tensor with its digests, in the file's order, read in the order of the bytes."""
+    digests: dict[str, bytes] = {}
+    total = sum(each.size_bytes for each in gguf.tensors)
+    done = 0
+    try:
+        with gguf.path.open("rb") as file:
+            for tensor in sorted(gguf.tensors, key=lambda each: each.offset):
+                is_expert = is_expert_name(tensor.name)
+                n_part = tensor.shape[-1] if is_expert else 1
+                size_bytes = tensor.size_bytes // n_part
+                parts = []
+                for part in range(n_part):
+                    hasher = hashlib.sha256()
+                    for piece in read_pieces(
+                        file, tensor.offset + part * size_bytes, size_bytes, tensor.name
+                    ):
+                        hasher.update(piece)
+                    parts.append(hasher.digest())
+                digests[tensor.name] = b"".join(parts)
+                done += tensor.size_bytes
+                if progress is not None:
+                    progress(done, total)
+    except OSError as error:
+        raise ModelUnusable(f"{gguf.path} cannot be read: {error.strerror or error}") from error
+    return tuple(
+        ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digests[each.name])
+        for each in gguf.tensors
+    )
+
+
+def _name_of(gguf: GgufFile, architecture: str) -> str:
+    """The model's own name when it can be shown safely, else its architecture's."""
+    entry = gguf.metadata.get("general.name")
+    try:
+        name = entry.text() if entry is not None else ""
+    except ValueError:
+        name = ""
+    name = "".join(each if " " <= each <= "~" else "?" for each in name).strip()[:128]
+    return name or architecture

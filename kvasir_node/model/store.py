@@ -1,0 +1,262 @@
+"""The models of one home: for each a manifest, a backbone file, and where its expert bytes are.
+
+Decides what is on disk for a model and whether it can still be trusted. One directory a model, named by the
+manifest's digest; the entry file is written last, so a directory without a fitting one is the rest of an
+interrupted `add` and is built again. The model file itself stays where the user has it: it is remembered,
+not copied. It knows nothing of swarms, and opens nothing with llama.cpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvasir_node.model.backbone_file import backbone_tensors, verify_backbone_file, write_backbone_file
+from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_writer import PARTIAL_PREFIX, new_file
+from kvasir_node.model.model_manifest import Progress, manifest_of
+from kvasir_node.model.reference_file import write_reference_file
+from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.manifest import MANIFEST_SIZE_BYTES_MAX, ModelManifest, is_expert_name
+
+SPARE_BYTES: Final = 64 << 20
+"""Room that stays free on the disk beside what a model takes."""
+
+ENTRY_SCHEMA_VERSION: Final = 1
+DIGEST_PREFIX_LENGTH_MIN: Final = 6
+
+_ENTRY: Final = "entry.json"
+_MANIFEST: Final = "manifest.msgpack"
+_BACKBONE: Final = "backbone.gguf"
+_REFERENCE: Final = "reference.gguf"
+_ENTRY_SIZE_BYTES_MAX: Final = 65536
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """One model of the store. `source_path` is the user's file: it may have gone meanwhile."""
+
+    name: str
+    digest: str
+    manifest: ModelManifest
+    manifest_path: Path
+    backbone_path: Path
+    source_path: Path
+
+    def reference_path(self, progress: Progress | None = None) -> Path:
+        """The whole model as Kvasir wrote it, made now if it is not there yet.
+
+        `progress` is told (bytes done, bytes in all). Raises `ModelUnusable` when the source has gone or
+        changed, or the disk has no room.
+        """
+        path = self.manifest_path.with_name(_REFERENCE)
+        try:
+            gguf = read_gguf(path)
+            whole = [(each.name, each.type, each.shape) for each in self.manifest.tensors]
+            if [(each.name, each.type, each.shape) for each in gguf.tensors] == whole:
+                return path
+        except ModelUnusable:
+            pass  # not there yet, or not whole: it is written now
+        total = sum(each.size_bytes for each in self.manifest.tensors)
+        _require_space(path.parent, self.manifest.file_size_bytes, "the reference file")
+        write_reference_file(self.source_path, self.manifest, path, _counted(progress, total))
+        return path
+
+
+class ModelStore:
+    """The models kept under `directory`, which is made when the first one is added.
+
+    Several processes may use one store: `add` holds a lock, and every file appears whole or not at all.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def add(self, path: Path, progress: Progress | None = None) -> StoredModel:
+        """Take the model at `path` into the store: manifest, backbone file, and where the source is.
+
+        Reads the whole file once, unless this very file (same inode, size and change time) is in the store
+        already; what is there is checked and made again where it is damaged. `progress` is told (bytes done,
+        bytes in all). Raises `ModelUnusable` when the model cannot be used or the disk has no room.
+        """
+        path = path.absolute()
+        gguf = read_gguf(path)
+        identity = _file_identity(path)
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelUnusable(f"{self._directory} cannot be made: {error.strerror or error}") from error
+        with self._locked():
+            known = self._unchanged(path, identity)
+            if known is not None and known.manifest.header_sha256 == gguf.header_sha256:
+                with contextlib.suppress(ModelUnusable):
+                    verify_backbone_file(known.backbone_path, known.manifest)
+                    return known
+            hashed = sum(each.size_bytes for each in gguf.tensors)
+            total = hashed + sum(each.size_bytes for each in gguf.tensors if not is_expert_name(each.name))
+            manifest = manifest_of(gguf, progress and (lambda done, _: progress(done, total)))
+            return self._build(path, identity, manifest, _counted(progress, total, hashed))
+
+    def list(self) -> tuple[StoredModel, ...]:
+        """Every usable model, by name. Rests of an interrupted `add` are not among them."""
+        models = []
+        for each in self._digests():
+            with contextlib.suppress(ModelUnusable):
+                models.append(self._load(each))
+        return tuple(sorted(models, key=lambda each: (each.name, each.digest)))
+
+    def get(self, name: str) -> StoredModel:
+        """The model called `name`, or whose digest begins with it (6 digits at least).
+
+        Raises `ModelUnusable` when there is none, more than one, or it is damaged.
+        """
+        named = [each for each in self.list() if name in (each.name, each.manifest.name)]
+        if not named and len(name) >= DIGEST_PREFIX_LENGTH_MIN:
+            named = [self._load(each) for each in self._digests() if each.startswith(name.lower())]
+        if len(named) > 1:
+            digests = ", ".join(each.digest[:12] for each in named)
+            raise ModelUnusable(f"{name!r} means several models; give one of these digests: {digests}")
+        if not named:
+            raise ModelUnusable(f"there is no model {name!r} here; add one with 'kvasir-node models add'")
+        return named[0]
+
+    def _digests(self) -> tuple[str, ...]:
+        """The digests that have a directory here, whatever is in it."""
+        try:
+            names = [each.name for each in self._directory.iterdir()]
+        except OSError:
+            return ()
+        return tuple(sorted(each for each in names if _DIGEST.fullmatch(each)))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else adds meanwhile; waits for whoever does."""
+        try:
+            with open(self._directory / ".lock", "a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise ModelUnusable(f"{self._directory} cannot be used: {error.strerror or error}") from error
+
+    def _unchanged(self, path: Path, identity: tuple[int, ...]) -> StoredModel | None:
+        """The stored model that was made from this very file, if there is one."""
+        for digest in self._digests():
+            with contextlib.suppress(ModelUnusable):
+                entry = self._entry(digest)
+                if entry["source_path"] == str(path) and entry["source_identity"] == list(identity):
+                    return self._load(digest)
+        return None
+
+    def _build(
+        self, path: Path, identity: tuple[int, ...], manifest: ModelManifest, on_bytes: Callable[[int], None]
+    ) -> StoredModel:
+        """Make or mend the directory of one model, the entry last."""
+        directory = self._directory / manifest.digest().hex()
+        directory.mkdir(mode=0o700, exist_ok=True)
+        for partial in directory.glob(PARTIAL_PREFIX + "*"):
+            partial.unlink()
+        backbone = directory / _BACKBONE
+        try:
+            verify_backbone_file(backbone, manifest)
+        except ModelUnusable:
+            backbone.unlink(missing_ok=True)
+            needed = manifest.data_offset + manifest.trunk_size_bytes()
+            _require_space(directory, needed, "the backbone file")
+            write_backbone_file(path, manifest, backbone, on_bytes)
+        with new_file(directory / _MANIFEST) as file:
+            file.write(manifest.encode())
+        entry = {
+            "schema_version": ENTRY_SCHEMA_VERSION,
+            "name": path.stem,
+            "source_path": str(path),
+            "source_identity": identity,
+        }
+        with new_file(directory / _ENTRY) as file:
+            file.write(json.dumps(entry, indent=1).encode())
+        return self._load(directory.name)
+
+    def _load(self, digest: str) -> StoredModel:
+        """The model of one directory, after checks that read no weights."""
+        directory = self._directory / digest
+        entry = self._entry(digest)
+        try:
+            data = _read_bounded(directory / _MANIFEST, MANIFEST_SIZE_BYTES_MAX)
+            manifest = ModelManifest.decode(data)
+        except RemoteProtocolError as error:
+            raise ModelUnusable(f"{directory / _MANIFEST} is damaged: {error.reason}") from error
+        if manifest.digest().hex() != digest:
+            raise ModelUnusable(f"{directory / _MANIFEST} is damaged: its digest is not its name")
+        backbone = read_gguf(directory / _BACKBONE)
+        if [(each.name, each.type, each.shape) for each in backbone.tensors] != backbone_tensors(manifest):
+            raise ModelUnusable(f"{backbone.path} is damaged: it does not have the manifest's tensors")
+        return StoredModel(
+            name=str(entry["name"]),
+            digest=digest,
+            manifest=manifest,
+            manifest_path=directory / _MANIFEST,
+            backbone_path=directory / _BACKBONE,
+            source_path=Path(str(entry["source_path"])),
+        )
+
+    def _entry(self, digest: str) -> dict[str, Any]:
+        """The entry file's fields; `ModelUnusable` when it is missing or not one of ours."""
+        path = self._directory / digest / _ENTRY
+        try:
+            entry = json.loads(_read_bounded(path, _ENTRY_SIZE_BYTES_MAX))
+            if entry["schema_version"] != ENTRY_SCHEMA_VERSION:
+                raise ModelUnusable(f"{path} was written by another version of Kvasir")
+            known = {"name": entry["name"], "source_path": entry["source_path"]}
+            if not all(isinstance(each, str) and each for each in known.values()):
+                raise ModelUnusable(f"{path} is damaged: a name is not a text")
+            return known | {"source_identity": entry["source_identity"]}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ModelUnusable(f"{path} is damaged: it is not an entry") from error
+
+
+def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[int], None]:
+    """A function that is told the size of each piece, and tells `progress` (bytes done, `total`)."""
+
+    def add(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        if progress is not None:
+            progress(done, total)
+
+    return add
+
+
+def _file_identity(path: Path) -> tuple[int, ...]:
+    """What changes when somebody writes to a file or puts another in its place."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _require_space(directory: Path, needed_bytes: int, what: str) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes + SPARE_BYTES:
+        raise ModelUnusable(
+            f"there is no space for {what} in {directory}: it takes {needed_bytes >> 20} MiB and "
+            f"{SPARE_BYTES >> 20} MiB must stay free, but only {free_bytes >> 20} MiB are"
+        )
+
+
+def _read_bounded(path: Path, size_bytes_max: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(size_bytes_max + 1)
+    except OSError as error:
+        raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > size_bytes_max:
+        raise ModelUnusable(f"{path} is damaged: it is larger than {size_bytes_max} bytes")
+    return data
