@@ -1,0 +1,251 @@
+"""What the user chose, from four places, each choice remembering which.
+
+A flag wins over a `KVASIR_*` variable, that over `kvasir.toml`, that over the default. A key nobody knows
+is an error wherever it stands, because a misspelt setting that is silently ignored is worse than a refusal.
+Each key is declared once, as a field below: its name, what it accepts, its default, what it is for. It
+reads one file and prints nothing; where that file is, `locations` says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from kvasir_proto.errors import ConfigurationInvalid
+from kvasir_proto.ids import is_node_id
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
+
+_ENVIRONMENT_PREFIX: Final = "KVASIR_"
+_NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
+"""Variables of ours that are not keys: they say where the file is, so they cannot be in it."""
+_ADDRESS: Final = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<node>[^/]+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from."""
+
+    kind: Literal["default", "file", "environment", "flag"]
+    detail: str
+    """The file, the variable or the flag; empty for a default."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.detail}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key with its value, as `config show` lists it."""
+
+    name: str
+    value: object
+    origin: Origin
+    purpose: str
+
+
+class _Refused(Exception):
+    """A value is not acceptable; the message finishes the sentence '... must be'."""
+
+
+def _choice(*allowed: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise _Refused("one of " + ", ".join(allowed))
+        return str(value)
+
+    return parse
+
+
+def _integer(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value, re.ASCII):
+            value = int(value)
+        # bool is an int to Python, but `threads = true` is a mistake.
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _Refused(f"a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _ip_address(value: object) -> str:
+    try:
+        return str(ipaddress.ip_address(value if isinstance(value, str) else ""))
+    except ValueError:
+        raise _Refused(
+            "an IP address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        ) from None
+
+
+def _addresses(value: object) -> tuple[str, ...]:
+    expected = _Refused("a list of addresses such as /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...")
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise expected
+    for address in value:
+        match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+        if match is None or not is_node_id(match["node"]) or not 0 < int(match["port"]) <= 65535:
+            raise expected
+    return tuple(value)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _Refused("the name of a model, or the first digits of its digest")
+    return value
+
+
+def _key(name: str, parse: Callable[[object], object], default: object, purpose: str) -> Any:
+    """Declares a field as a key of the configuration."""
+    return field(default=default, metadata={"name": name, "parse": parse, "purpose": purpose})
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Every setting, valid and typed. A field's dotted name is its key in the file: `log_level` is
+    `log.level`.
+    """
+
+    log_level: Literal["debug", "info", "warning", "error"] = _key(
+        "log.level", _choice("debug", "info", "warning", "error"), "info", "the least important events to log"
+    )
+    log_format: Literal["console", "json"] = _key(
+        "log.format", _choice("console", "json"), "console", "logs for people, or one JSON object a line"
+    )
+    listen_host: str = _key(
+        "listen.host", _ip_address, "127.0.0.1", "the address at which other nodes reach this one"
+    )
+    listen_port: int = _key("listen.port", _integer(0, 65535), 0, "its TCP port; 0 takes any that is free")
+    data_port: int = _key(
+        "data.port", _integer(0, 65535), 0, "the TCP port for activations; 0 takes any that is free"
+    )
+    swarm_bootstrap: tuple[str, ...] = _key(
+        "swarm.bootstrap", _addresses, (), "addresses of members to join through; none founds a swarm"
+    )
+    swarm_workers_min: int = _key(
+        "swarm.workers_min",
+        _integer(0, WORKERS_MAX),
+        1,
+        "how many workers must have joined before a plan is made",
+    )
+    swarm_holders: int | None = _key(
+        "swarm.holders",
+        _integer(1, HOLDERS_MAX),
+        None,
+        "how many workers hold each expert; unset is 2 where there are 3 workers or more, else 1",
+    )
+    engine_threads: int = _key("engine.threads", _integer(1, 1024), 1, "threads that compute, in each engine")
+    engine_context_tokens: int = _key(
+        "engine.context_tokens", _integer(1, CONTEXT_LENGTH_MAX), 4096, "positions of the longest session"
+    )
+    engine_ubatch_tokens: int = _key(
+        "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
+    )
+    model: str | None = _key(
+        "model", _name, None, "the model to run: its name, or the first digits of its digest"
+    )
+
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Where each key's value came from; a key that is missing has its default."""
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Every key with its value and where that came from, in the order of declaration."""
+        return tuple(
+            Setting(
+                name=declared.metadata["name"],
+                value=getattr(self, declared.name),
+                origin=self.origins.get(declared.metadata["name"], Origin("default", "")),
+                purpose=declared.metadata["purpose"],
+            )
+            for declared in _keys().values()
+        )
+
+
+def _keys() -> dict[str, Any]:
+    """Each key's dataclass field, by the key's dotted name."""
+    return {item.metadata["name"]: item for item in fields(Configuration) if "name" in item.metadata}
+
+
+def variable_of(key: str) -> str:
+    """The environment variable that sets a key: `KVASIR_LOG_LEVEL` for `log.level`."""
+    return _ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
+
+
+def flag_of(key: str) -> str:
+    """The command-line flag that sets a key: `--log-level` for `log.level`."""
+    return "--" + key.replace(".", "-").replace("_", "-")
+
+
+def load_configuration(
+    file: Path, environment: Mapping[str, str], flags: Mapping[str, object] | None = None
+) -> Configuration:
+    """The settings from `file` (which need not exist), `environment` and `flags`.
+
+    `flags` maps dotted keys to values as the command line gave them; None means that the flag was not
+    given. Raises `ConfigurationInvalid` with a sentence that names the key and where it stands: for an
+    unknown key, a value of the wrong type or out of bounds, or a file that cannot be read or is not TOML.
+    """
+    found: dict[str, tuple[object, Origin]] = {}
+    for key, value in _from_file(file).items():
+        found[key] = (value, Origin("file", str(file)))
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(_ENVIRONMENT_PREFIX) and variable not in _NOT_KEYS:
+            found[_key_of_variable(variable)] = (text, Origin("environment", variable))
+    for key, value in (flags or {}).items():
+        if value is not None:
+            found[key] = (value, Origin("flag", flag_of(key)))
+
+    keys = _keys()
+    values: dict[str, Any] = {}
+    for key, (value, origin) in found.items():
+        if key not in keys:
+            raise _unknown(key, keys, str(origin))
+        try:
+            values[keys[key].name] = keys[key].metadata["parse"](value)
+        except _Refused as refusal:
+            raise ConfigurationInvalid(
+                f"{key}, set by {origin}, is {value!r} and must be {refusal}"
+            ) from None
+    return Configuration(**values, origins={key: origin for key, (_, origin) in found.items()})
+
+
+def _from_file(file: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigurationInvalid(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationInvalid(f"{file} is not text in UTF-8: {error.reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationInvalid(f"{file} is not valid TOML: {error}") from error
+    flat: dict[str, object] = {}
+    for name, value in document.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{inner}": inner_value for inner, inner_value in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _key_of_variable(variable: str) -> str:
+    variables = {variable_of(key): key for key in _keys()}
+    if variable not in variables:
+        raise _unknown(variable, variables, "environment")
+    return variables[variable]
+
+
+def _unknown(name: str, known: Mapping[str, object], where: str) -> ConfigurationInvalid:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return ConfigurationInvalid(f"there is no setting {name} ({where}){hint}")

@@ -1,0 +1,74 @@
+"""One daemon per home: a lock that dies with its holder.
+
+Two daemons with one identity would be two nodes with one name, and would tear each other's state. The lock
+is `flock` on a file that is never removed (removing it would let two daemons each lock a file of that
+name), and the kernel drops it however the holder ends, so no stale lock is ever to be cleaned up. It knows
+nothing of daemons.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+from kvasir_proto.errors import AlreadyRunning, ConfigurationInvalid
+
+
+class HomeLock:
+    """A context manager that holds the lock of a home while its body runs.
+
+    Entering raises `AlreadyRunning` when another process holds it, and `ConfigurationInvalid` when the file
+    cannot be opened or its file system has no locks. The file then names the holder's process id. Processes
+    started by the holder do not inherit the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> HomeLock:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigurationInvalid(f"cannot open the lock {self._path}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = holder_of(self._path)
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigurationInvalid(f"cannot lock {self._path}: {error.strerror}") from error
+            named = "another process" if holder is None else f"process {holder}"
+            raise AlreadyRunning(
+                f"{named} runs a node in {self._path.parent} already: stop it, or use another --home"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def holder_of(path: Path) -> int | None:
+    """The process id written in the lock file at `path`; None if there is none.
+
+    It may be that of a holder long gone: the file says who held the lock last, only taking it says whether
+    it is held.
+    """
+    try:
+        text = path.read_text("ascii", "replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None

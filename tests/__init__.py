@@ -1,0 +1,1 @@
+"""Kvasir's tests; they mirror the packages. See docs/architecture.md for what each ring proves."""

@@ -1,0 +1,142 @@
+"""What a process writes about itself, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvasir_node.telemetry import bind_process, configure_telemetry, get_logger
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Broken(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.handlers.clear()  # pytest's own, which refuse what ours must endure
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_is_one_object_a_line() -> None:
+    stream = io.StringIO()
+    configure_telemetry("info", "json", {}, stream)
+    get_logger(node="12D3").info("member_joined", workers=3, path=io)
+    (event,) = lines(stream)
+    assert event["event"] == "member_joined"
+    assert (event["node"], event["workers"], event["level"]) == ("12D3", 3, "info")
+    assert str(event["timestamp"]).endswith("Z")
+
+
+def test_less_important_events_are_left_out() -> None:
+    stream = io.StringIO()
+    configure_telemetry("warning", "json", {}, stream)
+    get_logger().info("member_joined")
+    get_logger().warning("member_lost")
+    assert [event["event"] for event in lines(stream)] == ["member_lost"]
+
+
+def test_keys_of_the_process_are_on_every_event_of_every_thread() -> None:
+    stream = io.StringIO()
+    configure_telemetry("info", "json", {}, stream)
+    bind_process(role="worker", term=1)
+    thread = threading.Thread(target=lambda: get_logger().info("shard_loaded", term=2))
+    thread.start()
+    thread.join()
+    (event,) = lines(stream)
+    assert (event["role"], event["term"]) == ("worker", 2)
+
+
+def test_configuring_again_replaces_what_was_there() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_telemetry("info", "json", {}, first)
+    bind_process(role="worker")
+    configure_telemetry("info", "json", {}, second)
+    logging.getLogger("some.library").warning("careful")
+    assert first.getvalue() == ""
+    (event,) = lines(second)
+    assert "role" not in event
+
+
+def test_libraries_come_out_as_events() -> None:
+    stream = io.StringIO()
+    configure_telemetry("info", "json", {}, stream)
+    logging.getLogger("some.library").warning("took %d tries", 3)
+    logging.getLogger("some.library").warning("bad arguments %d", "x")
+    logging.getLogger("some.library").critical("the end")
+    assert [(event["event"], event["library"], event["level"]) for event in lines(stream)] == [
+        ("took 3 tries", "some.library", "warning"),
+        ("bad arguments %d", "some.library", "warning"),
+        ("the end", "some.library", "error"),
+    ]
+
+
+def test_an_exception_is_in_the_event() -> None:
+    stream = io.StringIO()
+    configure_telemetry("info", "json", {}, stream)
+    try:
+        raise RuntimeError("out of cheese")
+    except RuntimeError:
+        get_logger().exception("engine_failed")
+    assert "out of cheese" in str(lines(stream)[0]["exception"])
+
+
+def test_libp2p_is_quiet_unless_somebody_is_looking_for_a_bug() -> None:
+    stream = io.StringIO()
+    configure_telemetry("info", "json", {}, stream)
+    assert not logging.getLogger("libp2p.transport.tcp").isEnabledFor(logging.ERROR)
+    configure_telemetry("debug", "json", {}, stream)
+    assert logging.getLogger("libp2p.transport.tcp").isEnabledFor(logging.INFO)
+    assert not logging.getLogger("libp2p.stream_muxer.yamux").isEnabledFor(logging.DEBUG)
+
+
+@pytest.mark.parametrize(
+    "stream, environment, coloured",
+    [
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ],
+)
+def test_colours_only_where_they_are_wanted(
+    stream: io.StringIO, environment: dict[str, str], coloured: bool
+) -> None:
+    configure_telemetry("info", "console", environment, stream)
+    get_logger().info("member_joined", workers=3)
+    text = stream.getvalue()
+    assert "member_joined" in text
+    assert ("\x1b[" in text) is coloured
+
+
+def test_a_closed_pipe_stops_nobody() -> None:
+    configure_telemetry("info", "json", {}, Broken())
+    get_logger().info("member_joined")
+    closed = io.StringIO()
+    closed.close()
+    configure_telemetry("info", "console", {"NO_COLOR": "1", "TERM": "dumb"}, closed)
+    get_logger().info("member_joined")
