@@ -48,6 +48,10 @@ class EngineFailed(KvasirError):
     """The engine process died, or reported that it cannot go on."""
 
 
+class TransportUnavailable(KvasirError):
+    """Another node cannot be reached, or a stream to it has ended or fallen silent."""
+
+
 class NoHolderLeft(KvasirError):
     """No holder of some expert could answer within its deadline, so the step could not be finished."""
 
