@@ -37,6 +37,8 @@ from kvasir_proto.messages import Family, Message, MessageT
 _ENVELOPE: Final = ("v", "kind")
 _UNKNOWN_FIELDS_MAX: Final = 32
 """Fields of a later version that one map may have beside those we know."""
+_UNKNOWN_LIST_LENGTH_MAX: Final = 256
+"""Items of a list in such a field, where none of our own lists may be longer."""
 
 
 class _Unfit(ValueError):
@@ -270,7 +272,7 @@ class _Schema:
 def _schema_of(family: Family[Any]) -> _Schema:
     members: dict[str, Any] = dict(family.by_kind)
     by_kind: dict[str, _Record] = {}
-    lists, maps = [0], [0]
+    lists, maps = [_UNKNOWN_LIST_LENGTH_MAX], [0]
     for kind, member in members.items():
         by_kind[kind] = _checker_of(member)
         _measure(by_kind[kind], lists, maps)

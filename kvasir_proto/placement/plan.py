@@ -10,7 +10,7 @@ Only the term's backbone signs plans. The plan knows neither speeds nor bytes: n
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
@@ -88,6 +88,13 @@ class Plan:
 
     def shard_of(self, node: NodeId) -> ShardSet:
         """Every (layer, expert) the node holds, as primary or not; empty for a node not in the plan."""
+        return self._ranges_where(node, lambda index, holders: index in holders)
+
+    def primary_shard_of(self, node: NodeId) -> ShardSet:
+        """Every (layer, expert) for which the node is asked first; empty for a node not in the plan."""
+        return self._ranges_where(node, lambda index, holders: index == holders[0])
+
+    def _ranges_where(self, node: NodeId, wanted: Callable[[int, tuple[int, ...]], bool]) -> ShardSet:
         if node not in self.nodes:
             return ShardSet()
         index = self.nodes.index(node)
@@ -95,7 +102,7 @@ class Plan:
             (each.layer, part.first, part.end)
             for each in self.layers
             for part in each.ranges
-            if index in part.holders
+            if wanted(index, part.holders)
         )
 
     def coverage(self, alive: Collection[NodeId] | None = None) -> Coverage:

@@ -1,0 +1,43 @@
+"""Errors carry what their reader needs: an exit status for scripts, a code for programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvasir_proto import errors
+from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError, RemoteProtocolError
+
+EXIT_CODES = {
+    "EngineFailed": 1,
+    "TransportUnavailable": 1,
+    "NoHolderLeft": 1,
+    "UsageError": 2,
+    "NotRunning": 3,
+    "AlreadyRunning": 4,
+    "PortInUse": 5,
+    "ConfigurationInvalid": 6,
+    "ModelUnusable": 7,
+    "IncompatibleVersion": 8,
+    "OutOfTolerance": 9,
+}
+
+
+def test_exit_codes_are_the_documented_ones() -> None:
+    assert {each.__name__: each.exit_code for each in KvasirError.__subclasses__()} == EXIT_CODES
+    assert all(hasattr(errors, name) for name in EXIT_CODES)
+
+
+def test_somebody_is_at_fault() -> None:
+    with pytest.raises(TypeError, match="at fault"):
+        ProtocolError("something happened")
+
+
+def test_protocol_errors_keep_their_words() -> None:
+    local, remote = LocalProtocolError("too long"), RemoteProtocolError("too long", "oversize")
+    assert (local.reason, str(local)) == ("too long", "too long")
+    assert (remote.reason, remote.code, str(remote)) == ("too long", "oversize", "too long")
+    assert RemoteProtocolError("what?").code == "malformed"
+
+
+def test_protocol_errors_are_not_operational_errors() -> None:
+    assert not issubclass(ProtocolError, KvasirError)
