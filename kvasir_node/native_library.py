@@ -1,0 +1,204 @@
+"""The one ctypes module: finds our native library and ggml, and proves that they fit.
+
+Decides which ggml is *the* ggml of this process (the one that llama_cpp loaded, never a second copy), and
+refuses to go on, with exit status 8, when it is not the version our declarations were written for. Everything
+else in Kvasir calls native code through the typed functions here; `native/include/kvasir_native.h` is the
+same list in C. It refuses to know what a model, a shard or a swarm is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from typing import Any, Final, cast
+
+from kvasir_proto.errors import IncompatibleVersion
+from kvasir_proto.program import PROGRAM_STEPS_MAX
+
+NATIVE_ABI: Final = 1
+"""`KVASIR_NATIVE_ABI` of the header this module mirrors."""
+
+LAYER_DONE: Final = 0
+LAYER_FAILED: Final = -1
+LAYER_ABORTED: Final = 1
+
+PROGRAM_FLAT_SIZE_BYTES_MAX: Final = 32 * PROGRAM_STEPS_MAX
+
+_ERROR_SIZE_BYTES: Final = 512
+
+_LIBRARY_NAMES: Final = {
+    "linux": (b"libggml-base.so.0", b"libggml-cpu.so.0", b"libggml.so.0"),
+    "android": (b"libggml-base.so.0", b"libggml-cpu.so.0", b"libggml.so.0"),
+    "darwin": (b"libggml-base.0.dylib", b"libggml-cpu.0.dylib", b"libggml.0.dylib"),
+}
+
+LayerCallback = ctypes.CFUNCTYPE(c_int32, c_void_p)
+"""C's view of a layer callback: address of a `kvasir_layer_call` in, one of the `LAYER_` codes out."""
+
+
+class NativeLibrary:
+    """Our library, bound to the process's ggml. Every address is an integer; every call releases the GIL.
+
+    The functions do what the header says of the C function of the same name, and check as little.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.abi: int = library.kvasir_native_abi()
+        self.ggml_version: str = _function(library, "native_ggml_version", c_char_p)().decode()
+
+        self.hook_create: Callable[[Any], int | None] = _function(
+            library, "hook_create", c_void_p, LayerCallback
+        )
+        self.hook_destroy: Callable[[int], int] = _function(library, "hook_destroy", c_int32, c_void_p)
+        self.hook_device: Callable[[int], int] = _function(library, "hook_device", c_void_p, c_void_p)
+        self.hook_buffer_type: Callable[[int], int] = _function(
+            library, "hook_buffer_type", c_void_p, c_void_p
+        )
+        self.hook_calls: Callable[[int], int] = _function(library, "hook_calls", c_int64, c_void_p)
+        self.hook_rows_unfilled: Callable[[int], int] = _function(
+            library, "hook_rows_unfilled", c_int64, c_void_p
+        )
+        self.hook_n_programs: Callable[[int], int] = _function(library, "hook_n_programs", c_int32, c_void_p)
+        self._hook_program = _function(
+            library, "hook_program", c_int32, c_void_p, c_int32, c_char_p, POINTER(c_int32)
+        )
+        self._hook_take_error = _function(library, "hook_take_error", None, c_void_p, c_char_p, c_size_t)
+
+        self.kernel_create: Callable[[int, int], int | None] = _function(
+            library, "kernel_create", c_void_p, c_int32, c_int32
+        )
+        self.kernel_destroy: Callable[[int], None] = _function(library, "kernel_destroy", None, c_void_p)
+        self.kernel_add_layer: Callable[[int, int, Any, int], int] = _function(
+            library, "kernel_add_layer", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32
+        )
+        self.kernel_add_tensor: Callable[[int, int, int, int, Any, int], int] = _function(
+            library,
+            "kernel_add_tensor",
+            c_int32,
+            *(c_void_p, c_int32, c_int32, c_int32, POINTER(c_int64), c_int32),
+        )
+        self.kernel_set_expert: Callable[[int, int, int, int, Any, int], int] = _function(
+            library, "kernel_set_expert", c_int32, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_size_t
+        )
+        self.kernel_memory_bytes: Callable[[int], int] = _function(
+            library, "kernel_memory_bytes", c_int64, c_void_p
+        )
+        self.kernel_add_program: Callable[[int, int, bytes, int], int] = _function(
+            library, "kernel_add_program", c_int32, c_void_p, c_int32, c_char_p, c_int32
+        )
+        self._kernel_bind = _function(
+            library, "kernel_bind", c_int32, c_void_p, c_int32, c_int32, POINTER(c_int32), POINTER(c_int32)
+        )
+        self.kernel_compute: Callable[[int, int, int, int, int, int, int, int, int], int] = _function(
+            library,
+            "kernel_compute",
+            c_int32,
+            *(c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+        )
+        self._kernel_error = _function(library, "kernel_error", None, c_void_p, c_char_p, c_size_t)
+
+        self.partition: Callable[[int, int, int, int, int, int, int], int] = _function(
+            library,
+            "partition",
+            c_int32,
+            *(c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
+        )
+        self.pack_rows: Callable[[int, int, int, bool, int, int, int, int, int, int], int] = _function(
+            library,
+            "pack_rows",
+            c_int32,
+            *(c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
+        )
+        self.scatter_rows: Callable[[int, int, int, int, int], int] = _function(
+            library, "scatter_rows", c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p
+        )
+
+    def hook_program(self, hook: int, index: int) -> tuple[bytes, bool] | None:
+        """Program `index`: its flat steps, and whether every slot has an input row; None past the end."""
+        steps = ctypes.create_string_buffer(PROGRAM_FLAT_SIZE_BYTES_MAX)
+        per_slot = c_int32()
+        n_steps = self._hook_program(hook, index, steps, ctypes.byref(per_slot))
+        return None if n_steps < 0 else (steps.raw[: 32 * n_steps], bool(per_slot.value))
+
+    def hook_take_error(self, hook: int) -> str:
+        """Why the last failed graph was refused, once; empty when there is nothing to tell."""
+        return _text(self._hook_take_error, hook)
+
+    def kernel_bind(self, kernel: int, layer: int, index: int) -> tuple[int, int, int]:
+        """(status, width of an input row, width of an output row)."""
+        width_in, width_out = c_int32(), c_int32()
+        status = self._kernel_bind(kernel, layer, index, ctypes.byref(width_in), ctypes.byref(width_out))
+        return status, width_in.value, width_out.value
+
+    def kernel_error(self, kernel: int) -> str:
+        """A sentence about the kernel's last failed call."""
+        return _text(self._kernel_error, kernel)
+
+
+def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function = library[f"kvasir_{name}"]
+    function.restype = result
+    function.argtypes = arguments
+    return cast("Callable[..., Any]", function)
+
+
+def _text(read: Callable[..., Any], handle: int) -> str:
+    buffer = ctypes.create_string_buffer(_ERROR_SIZE_BYTES)
+    read(handle, buffer, len(buffer))
+    return buffer.value.decode(errors="replace")
+
+
+@cache
+def load() -> NativeLibrary:
+    """The native library, loaded and proved once a process. Raises `IncompatibleVersion`.
+
+    Imports llama_cpp, which loads ggml: only processes that compute should call this.
+    """
+    names = _LIBRARY_NAMES.get(sys.platform)
+    if names is None:
+        raise IncompatibleVersion(f"the native library is not made for {sys.platform}")
+    # Its import loads the libraries that `names` are looked up in.
+    import llama_cpp  # noqa: F401
+
+    library = ctypes.CDLL(_library_path())
+    abi: int = library.kvasir_native_abi()
+    if abi != NATIVE_ABI:
+        raise IncompatibleVersion(
+            f"the native library has ABI {abi}, this version of Kvasir needs {NATIVE_ABI}: "
+            "run the installation again"
+        )
+    bind = _function(library, "native_bind", c_int32, c_char_p, c_char_p, c_char_p, c_char_p, c_size_t)
+    error = ctypes.create_string_buffer(_ERROR_SIZE_BYTES)
+    if bind(*names, error, len(error)) != 0:
+        raise IncompatibleVersion(error.value.decode(errors="replace"))
+    native = NativeLibrary(library)
+    _require_one_ggml(_function(library, "native_count_ggml", c_int32)())
+    return native
+
+
+def self_check() -> None:
+    """Prove that native library, llama.cpp and ggml fit together. Raises `IncompatibleVersion` otherwise."""
+    native = load()
+    # Something may have brought a second ggml in since the library was loaded.
+    _require_one_ggml(native._library.kvasir_native_count_ggml())
+
+
+def _require_one_ggml(count: int) -> None:
+    """Two copies have two registries and two sets of state: pointers of one mean nothing to the other."""
+    if count > 1:
+        raise IncompatibleVersion(
+            f"{count} copies of ggml are loaded in this process; Kvasir needs exactly one "
+            "(llama_cpp._ggml must not be imported)"
+        )
+
+
+def _library_path() -> str:
+    spec = importlib.util.find_spec("kvasir_node._native")
+    if spec is None or spec.origin is None:
+        raise IncompatibleVersion("the native library is not built: run the installation again")
+    return spec.origin

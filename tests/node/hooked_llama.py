@@ -1,0 +1,254 @@
+"""llama.cpp with our hook and a swarm of kernels in this process: what the exactness tests drive."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_node.backbone.hook import ExpertHook, LayerCall
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.native_library import load
+from kvasir_proto.manifest import ModelManifest, ShardSet
+
+Rows = npt.NDArray[np.float32]
+
+
+class Llama:
+    """A model and one context through the low-level API: one thread, no repacking, no mmap."""
+
+    def __init__(
+        self,
+        path: Path,
+        hook: ExpertHook | None = None,
+        *,
+        n_ctx: int = 256,
+        n_ubatch: int = 64,
+        n_seq: int = 1,
+        f32_cache: bool = True,
+    ) -> None:
+        import llama_cpp
+
+        self._llama = llama_cpp
+        _silence(llama_cpp)
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = False
+        model_params.load_mode = 0
+        if hook is not None:
+            hook.attach(model_params)
+        self._context = None
+        self._model = llama_cpp.llama_model_load_from_file(bytes(path), model_params)
+        assert self._model, f"llama.cpp does not open {path.name}"
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_ctx
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type = 0
+        params.kv_unified = True
+        if f32_cache:
+            params.type_k = params.type_v = 0
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        assert self._context, f"llama.cpp makes no context of {path.name}"
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        *,
+        wanted: Sequence[bool] | None = None,
+        sequences: Sequence[int] | None = None,
+    ) -> tuple[int, Rows]:
+        """(llama_decode's code, logits of the wanted positions). Sequence s starts at `position` too."""
+        llama_cpp = self._llama
+        wanted = wanted if wanted is not None else [True] * len(tokens)
+        sequences = sequences if sequences is not None else [0] * len(tokens)
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        next_position: dict[int, int] = {}
+        try:
+            batch.n_tokens = len(tokens)
+            for i, (token, want, sequence) in enumerate(zip(tokens, wanted, sequences, strict=True)):
+                batch.token[i] = token
+                batch.pos[i] = next_position.setdefault(sequence, position)
+                next_position[sequence] += 1
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = sequence
+                batch.logits[i] = want
+            code = llama_cpp.llama_decode(self._context, batch)
+            if code != 0:
+                return code, np.zeros((0, self.n_vocab), np.float32)
+            logits = llama_cpp.llama_get_logits(self._context)
+            return 0, np.ctypeslib.as_array(logits, (sum(wanted), self.n_vocab)).copy()
+        finally:
+            llama_cpp.llama_batch_free(batch)
+
+    def run(self, tokens: Sequence[int], chunks: Sequence[int]) -> Rows:
+        """Logits of all positions, decoded in chunks of these sizes."""
+        rows = []
+        position = 0
+        for size in chunks:
+            code, logits = self.decode(tokens[position : position + size], position)
+            assert code == 0, f"llama_decode gave {code}"
+            rows.append(logits)
+            position += size
+        assert position == len(tokens)
+        return np.concatenate(rows)
+
+    def last_position(self, sequence: int = 0) -> int:
+        """The last position in the cache, or -1."""
+        memory = self._llama.llama_get_memory(self._context)
+        return int(self._llama.llama_memory_seq_pos_max(memory, sequence))
+
+    def close(self) -> None:
+        """Free context and model."""
+        if self._context:
+            self._llama.llama_free(self._context)
+        if self._model:
+            self._llama.llama_model_free(self._model)
+        self._context = self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def shards_of(manifest: ModelManifest, n_worker: int) -> list[ShardSet]:
+    """The model's experts dealt out one by one, so that neighbours live apart and sizes are odd."""
+    return [
+        ShardSet.from_pairs(
+            (layer, expert)
+            for layer in manifest.moe_layers
+            for expert in range(manifest.n_expert)
+            if (expert + layer) % n_worker == worker
+        )
+        for worker in range(n_worker)
+    ]
+
+
+class InProcessWorkers:
+    """Kernels with a shard each, and the callback that dispatches to them as a backbone would."""
+
+    def __init__(self, path: Path, manifest: ModelManifest, shards: Sequence[ShardSet]) -> None:
+        self.native = load()
+        self.n_expert = manifest.n_expert
+        self.kernels: list[GgmlCpuKernel] = []
+        with ExpertSource(path, manifest) as source:
+            for shard in shards:
+                self.kernels.append(GgmlCpuKernel(manifest, shard, source.read))
+        self.holder_of = {
+            layer: np.array(
+                [
+                    next((i for i, shard in enumerate(shards) if (layer, expert) in shard), -1)
+                    for expert in range(manifest.n_expert)
+                ],
+                np.int32,
+            )
+            for layer in manifest.moe_layers
+        }
+        self.hook: ExpertHook | None = None
+        self.layers: list[int] = []
+        self.widest = 0
+
+    def __call__(self, call: LayerCall) -> None:
+        """Dispatch one layer."""
+        assert self.hook is not None
+        self.layers.append(call.layer)
+        program = self.hook.programs[call.program_index]
+        assert call.x_rows == call.n_tokens * (call.n_slots if program.input_per_slot else 1)
+        n_pairs = call.n_tokens * call.n_slots
+        self.widest = max(self.widest, n_pairs)
+        pairs = np.empty(n_pairs, np.int32)
+        counts = np.empty(len(self.kernels), np.int32)
+        table = self.holder_of[call.layer]
+        status = self.native.partition(
+            call.ids_address,
+            n_pairs,
+            table.ctypes.data,
+            self.n_expert,
+            len(self.kernels),
+            pairs.ctypes.data,
+            counts.ctypes.data,
+        )
+        assert status == 0
+        start = 0
+        for kernel, count in zip(self.kernels, counts.tolist(), strict=True):
+            if count:
+                self._compute(call, kernel, pairs[start : start + count])
+            start += count
+
+    def _compute(self, call: LayerCall, kernel: GgmlCpuKernel, mine: npt.NDArray[np.int32]) -> None:
+        assert self.hook is not None
+        program = self.hook.programs[call.program_index]
+        number = kernel.add_program(program)
+        n_pairs = len(mine)
+        rows = np.empty((n_pairs, call.n_embd_in), np.float32)
+        row_of, expert_of = np.empty(n_pairs, np.int32), np.empty(n_pairs, np.int32)
+        n_rows = self.native.pack_rows(
+            call.x_address,
+            call.n_embd_in,
+            call.n_slots,
+            program.input_per_slot,
+            call.ids_address,
+            mine.ctypes.data,
+            n_pairs,
+            row_of.ctypes.data,
+            expert_of.ctypes.data,
+            rows.ctypes.data,
+        )
+        assert kernel.row_widths(call.layer, number) == (call.n_embd_in, call.n_embd_out)
+        out = np.empty((n_pairs, call.n_embd_out), np.float32)
+        kernel.compute(
+            call.layer,
+            number,
+            n_rows,
+            n_pairs,
+            rows.ctypes.data,
+            row_of.ctypes.data,
+            expert_of.ctypes.data,
+            out.ctypes.data,
+        )
+        bad = self.native.scatter_rows(
+            out.ctypes.data, mine.ctypes.data, n_pairs, call.n_embd_out, call.out_address
+        )
+        assert bad == -1
+
+    def close(self) -> None:
+        """Free the kernels."""
+        for kernel in self.kernels:
+            kernel.close()
+
+
+def hooked(on_layer: Callable[[LayerCall], None]) -> ExpertHook:
+    """A hook for `on_layer`, which learns of it when it wants to."""
+    hook = ExpertHook(on_layer)
+    if isinstance(on_layer, InProcessWorkers):
+        on_layer.hook = hook
+    return hook
+
+
+_callbacks: list[object] = []
+
+
+def _silence(llama_cpp: object) -> None:
+    if not _callbacks:
+        import llama_cpp as library
+
+        @library.llama_log_callback  # type: ignore[untyped-decorator]
+        def nothing(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+            pass
+
+        _callbacks.append(nothing)
+        library.llama_log_set(nothing, ctypes.c_void_p())
