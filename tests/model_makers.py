@@ -244,7 +244,12 @@ def make_gpt_oss(path: Path, shape: ModelShape = ModelShape()) -> Path:
 
 
 def make_llama4(path: Path, shape: ModelShape = ModelShape()) -> Path:
-    """Routing weights applied before the experts (one row a slot), experts in every second layer."""
+    """Routing weights applied before the experts (one row a slot), experts in every second layer.
+
+    llama.cpp aborts with fewer than 4 layers: every fourth layer has no rotary embedding and its own input.
+    """
+    if shape.n_layer < 4:
+        raise ValueError("llama.cpp runs no llama4 of fewer than 4 layers")
     maker = _Maker(path, "llama4", shape)
     maker.writer.add_interleave_moe_layer_step(2)
     maker.writer.add_rope_dimension_count(shape.head_size)
