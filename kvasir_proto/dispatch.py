@@ -75,8 +75,10 @@ class ReplyCode(enum.IntEnum):
     UNKNOWN_PROGRAM = 6
     UNKNOWN_LAYER = 7
     FOREIGN_EXPERT = 8
-    WRONG_SHAPE = 9
-    KERNEL_FAILED = 10
+    ROW_OUT_OF_RANGE = 9
+    SHAPE_INVALID = 10
+    PROGRAM_UNFIT = 11
+    KERNEL_FAILED = 12
 
 
 @dataclass(frozen=True, slots=True)

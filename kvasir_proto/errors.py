@@ -43,6 +43,12 @@ class KvasirError(Exception):
 
     exit_code: ClassVar[int] = 1
 
+    @property
+    def code(self) -> str:
+        """One stable lower-case word for programs, made from the class: `NoHolderLeft` is `no_holder_left`."""
+        name = type(self).__name__
+        return "".join("_" + each.lower() if each.isupper() else each for each in name).lstrip("_")
+
 
 class EngineFailed(KvasirError):
     """The engine process died, or reported that it cannot go on."""
@@ -50,6 +56,10 @@ class EngineFailed(KvasirError):
 
 class TransportUnavailable(KvasirError):
     """Another node cannot be reached, or a stream to it has ended or fallen silent."""
+
+
+class NotReady(KvasirError):
+    """The swarm cannot serve this now, and the message says why; trying again later may help."""
 
 
 class NoHolderLeft(KvasirError):

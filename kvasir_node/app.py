@@ -1,0 +1,311 @@
+"""The composition root: puts one node together from its parts and runs it until told to stop.
+
+The only place that knows concrete adapters (libp2p, files, processes) and that reads clocks. A home where a
+swarm was founded makes this node its backbone; any other joins as a worker. Order of start: lock, identity,
+control socket, network, duty; so that `status` answers before anything can be slow. Stopping runs the other
+way round and within a bounded time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from kvasir_node import __version__
+from kvasir_node.config import Configuration
+from kvasir_node.control import ControlServer
+from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
+from kvasir_node.driver.worker_duty import WorkerDuty, WorkerSettings
+from kvasir_node.home_lock import HomeLock
+from kvasir_node.locations import Locations
+from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_node.net.host import open_host
+from kvasir_node.net.identity import Identity, load_or_create_identity
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.ports import EnginePort
+from kvasir_node.supervisor import start_engine
+from kvasir_node.swarm_files import Founding, SwarmFiles
+from kvasir_node.telemetry import bind_process, get_logger
+from kvasir_proto.errors import ConfigurationInvalid, KvasirError, ModelUnusable, NotReady
+from kvasir_proto.ids import SwarmDigest
+from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.limits import Role
+from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
+from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, TokenEvent
+
+log = get_logger()
+
+STATUS_SCHEMA_VERSION: Final = 1
+DEMO_MODEL: Final = Path(__file__).with_name("data") / "demo-q8_0.gguf"
+STOP_TIMEOUT_S: Final = 15.0
+
+
+def now() -> Instant:
+    """The monotonic clock that counts suspend."""
+    return Instant(time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+
+def wall_time() -> WallTime:
+    """The calendar, as far as this machine knows it."""
+    return WallTime(time.time_ns())
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """An opened home: where things are, what was configured, who this node is."""
+
+    locations: Locations
+    configuration: Configuration
+    identity: Identity
+
+    @property
+    def swarm_files(self) -> SwarmFiles:
+        """What this home remembers of its swarm."""
+        return SwarmFiles(self.locations.state)
+
+    @property
+    def models(self) -> ModelStore:
+        """The models of this home."""
+        return ModelStore(self.locations.models)
+
+
+def open_home(locations: Locations, configuration: Configuration) -> Home:
+    """Make the directories and the identity where they are missing."""
+    locations.prepare()
+    return Home(locations, configuration, load_or_create_identity(locations.identity_file))
+
+
+def resolve_model(home: Home, name_or_path: str | None) -> StoredModel:
+    """The model that a user means: a file, a name or digest in the store, or the demo model for None.
+
+    A file is taken into the store. Raises `ModelUnusable`.
+    """
+    if name_or_path is None:
+        return home.models.add(DEMO_MODEL)
+    path = Path(name_or_path).expanduser()
+    if path.suffix == ".gguf" or path.exists():
+        return home.models.add(path)
+    return home.models.get(name_or_path)
+
+
+def found_swarm(home: Home, model: StoredModel) -> Founding:
+    """Found a swarm for ``model`` in this home."""
+    return home.swarm_files.found(home.identity.private_key, model.manifest.digest(), model.name)
+
+
+def _memory_offered_bytes() -> int:
+    """Physical memory of this machine, in bytes; half of it is offered for shards."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+class Node:
+    """A running daemon. It is the `Operator` behind the control socket."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._duty: BackboneDuty | WorkerDuty | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._stopping = trio.Event()
+        self._started = now()
+
+    # -- Operator ----------------------------------------------------------------------------------
+
+    async def status_document(self) -> str:
+        """The status report as JSON; complete in every state, also before anything is ready."""
+        state, reason = self._duty.state() if self._duty is not None else ("starting", "opening the network")
+        if self._stopping.is_set():
+            state, reason = "stopping", ""
+        document: dict[str, Any] = {
+            "schema_version": STATUS_SCHEMA_VERSION,
+            "version": __version__,
+            "state": state,
+            "reason": reason,
+            "node_id": self._home.identity.node_id,
+            "pid": os.getpid(),
+            "uptime_s": round((now() - self._started) / 1e9, 1),
+            "addresses": list(self._addresses),
+        }
+        if self._duty is not None:
+            document |= self._duty.report()
+            try:
+                document["engine_statistics"] = json.loads(await self._duty.engine_statistics())
+            except KvasirError:
+                document["engine_statistics"] = None
+        statistics = document.get("engine_statistics") or {}
+        document["experts_missing_total"] = statistics.get("experts_missing_total", 0)
+        return json.dumps(document)
+
+    async def generate(
+        self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
+    ) -> GenerateEnd:
+        """Run a session on this node's backbone. Raises `NotReady` on a worker."""
+        duty = self._duty
+        if not isinstance(duty, BackboneDuty):
+            raise NotReady("sessions run on the backbone; this node is a worker")
+
+        async def pass_on(token: TokenEmitted) -> None:
+            await emit(TokenEvent(token.position, token.token, token.piece))
+
+        ended = await duty.generate(request, pass_on)
+        return GenerateEnd(ended.reason, ended.code, ended.detail, json.dumps(_session_report(ended)))
+
+    def stop(self) -> None:
+        """Begin to stop in good order."""
+        self._stopping.set()
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def run(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
+        """Live until `stop`, SIGTERM or SIGINT. Raises the first error that makes going on pointless.
+
+        ``on_listening`` is called once, with our multiaddresses, when the control socket answers and the
+        network is open.
+        """
+        home = self._home
+        with HomeLock(home.locations.lock_file):
+            bind_process(node=home.identity.node_id)
+            async with open_unwrapping_nursery() as nursery:
+                nursery.start_soon(self._watch_signals, nursery.cancel_scope)
+                await nursery.start(ControlServer(home.locations.control_socket, self).run)
+                nursery.start_soon(self._run_duty, on_listening)
+                await self._stopping.wait()
+                log.info("node_stopping")
+                nursery.cancel_scope.deadline = trio.current_time() + STOP_TIMEOUT_S
+                nursery.cancel_scope.cancel()
+        log.info("node_stopped")
+
+    async def _watch_signals(self, scope: trio.CancelScope) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("signal_received", signal=signal.Signals(number).name)
+                if self._stopping.is_set():
+                    os._exit(1)  # asked twice: at once
+                self.stop()
+
+    async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
+        home, configuration = self._home, self._home.configuration
+        async with open_host(
+            home.identity, host=configuration.listen_host, port=configuration.listen_port
+        ) as host:
+            duty = await trio.to_thread.run_sync(self._make_duty, host)
+            host.set_stream_handler(duty.serve_stream)
+            self._addresses = host.addresses()
+            self._duty = duty
+            log.info("node_listening", addresses=list(self._addresses))
+            on_listening(self._addresses)
+            await duty.run()
+
+    def _make_duty(self, host: Any) -> BackboneDuty | WorkerDuty:
+        home, configuration = self._home, self._home.configuration
+        files = home.swarm_files
+        if files.is_founder:
+            founding = files.load_founding(home.identity.private_key)
+            return BackboneDuty(
+                node_key=home.identity.private_key,
+                founding=founding,
+                model=self._find_model(founding.swarm.manifest.model_digest),
+                host=host,
+                start_engine=_EngineStarter(home, founding.swarm.digest),
+                next_generation=files.next_generation,
+                settings=BackboneSettings(
+                    workers_min=configuration.swarm_workers_min,
+                    holders=configuration.swarm_holders,
+                    n_ctx=configuration.engine_context_tokens,
+                    n_ubatch=configuration.engine_ubatch_tokens,
+                    n_threads=configuration.engine_threads,
+                ),
+                now=now,
+                wall_time=wall_time,
+            )
+        if not configuration.swarm_bootstrap:
+            raise ConfigurationInvalid(
+                "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
+                "--swarm-bootstrap"
+            )
+        starter = _EngineStarter(home, None)
+        return WorkerDuty(
+            node_key=home.identity.private_key,
+            swarm=files.load_joined(),
+            remember_swarm=files.save_joined,
+            find_model=self._find_model,
+            fences=files,
+            host=host,
+            start_engine=starter,
+            next_generation=files.next_generation,
+            settings=WorkerSettings(
+                bootstrap=configuration.swarm_bootstrap,
+                data_host=configuration.listen_host,
+                data_port=configuration.data_port,
+                n_threads=configuration.engine_threads,
+                memory_bytes=_memory_offered_bytes(),
+                device=platform.machine(),
+            ),
+            now=now,
+            wall_time=wall_time,
+        )
+
+    def _find_model(self, digest: bytes) -> StoredModel:
+        """The swarm's model, from this home's store, the configured file, or the package's demo model."""
+        home = self._home
+        for stored in home.models.list():
+            if stored.manifest.digest() == digest and stored.source_path.exists():
+                return stored
+        for candidate in (home.configuration.model, None):
+            try:
+                stored = resolve_model(home, candidate)
+            except ModelUnusable:
+                if candidate is not None:
+                    raise
+                continue
+            if stored.manifest.digest() == digest:
+                return stored
+        raise ModelUnusable(
+            f"the swarm's model {digest.hex()[:12]} is not here: add its file with 'kvasir-node models add FILE'"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineStarter:
+    """Starts engine processes for this home (see `ports.EngineStarter`)."""
+
+    home: Home
+    swarm_digest: SwarmDigest | None
+
+    async def __call__(self, nursery: trio.Nursery, role: Role, generation: int) -> EnginePort:
+        digest = self.swarm_digest
+        if digest is None:
+            joined = self.home.swarm_files.load_joined()
+            assert joined is not None, "a worker starts its engine only after it entered a swarm"
+            digest = joined.digest
+        return await start_engine(
+            nursery,
+            role,
+            node_key=self.home.identity.private_key,
+            swarm_digest=digest,
+            generation=generation,
+            directory=self.home.locations.runtime,
+            log_level=self.home.configuration.log_level,
+            log_format=self.home.configuration.log_format,
+        )
+
+
+def _session_report(ended: SessionEnded) -> dict[str, Any]:
+    decode_s = ended.decode_ns / 1e9
+    return {
+        "n_prompt": ended.n_prompt,
+        "n_generated": ended.n_generated,
+        "prompt_s": ended.prompt_ns / 1e9,
+        "decode_s": decode_s,
+        "tokens_per_second": max(0, ended.n_generated - 1) / decode_s if decode_s > 0 else 0.0,
+        "rows_retried": ended.rows_retried,
+        "hook_calls": ended.hook_calls,
+    }

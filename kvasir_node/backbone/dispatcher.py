@@ -1,0 +1,531 @@
+"""The dispatcher: one MoE layer's rows out to their holders, every row back, or a clean failure.
+
+It runs inside llama.cpp's decode, in the decode thread, once per MoE layer and ubatch. Rows go to one holder
+per expert; a row that comes late, refused, non-finite, short or not at all is dispatched again to another
+holder inside the same call, and only when no holder is left does the decode fail. A missing row is never a
+zero row (invariant 2). The router ran before this module is called: it takes ids as they come and decides
+nothing about them (invariant 1).
+
+It refuses to know libp2p, trio, sessions and how a holder came to be connected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_node.backbone.holder import PairIndices, RemoteHolder, Request
+from kvasir_node.backbone.hook import DecodeAborted, LayerCall
+from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.native_library import NativeLibrary
+from kvasir_node.telemetry import get_logger
+from kvasir_proto import dispatch
+from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
+from kvasir_proto.errors import EngineFailed, KvasirError, NoHolderLeft, RemoteProtocolError
+from kvasir_proto.ids import NodeId
+from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.program import ExpertProgram
+
+log = get_logger()
+
+_POLL_SLICE_MS: Final = 200
+"""Longest single wait; between waits an abort is noticed."""
+
+_NOBODY: Final = -1
+_NO_PAIRS: Final[PairIndices] = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStatistics:
+    """Counters since the dispatcher was made; an immutable snapshot."""
+
+    layer_calls: int
+    rows_dispatched: int
+    rows_retried: int
+    bytes_sent: int
+    bytes_received: int
+    holders_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHolder:
+    """The backbone's own copy of some experts: a kernel called in the process."""
+
+    node_id: NodeId
+    kernel: ExpertKernel
+
+
+class _FrameBuffer:
+    """An outgoing frame's memory and its address, kept from layer to layer."""
+
+    __slots__ = ("address", "data", "view")
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+        self.view = memoryview(self.data)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+
+
+@dataclass(slots=True)
+class _Place:
+    """A holder in the table, at the index that the expert tables name."""
+
+    holder: RemoteHolder | LocalHolder
+    shard: ShardSet
+    primary: ShardSet
+    frame: _FrameBuffer | None = None
+
+
+class Dispatcher:
+    """Routes layer calls to holders. `__call__` in the decode thread; everything else from any thread."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        manifest: ModelManifest,
+        programs: Sequence[ExpertProgram],
+        *,
+        on_holder_lost: Callable[[NodeId, str, str], None],
+    ) -> None:
+        """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
+
+        ``on_holder_lost`` gets a node id, a code of one word and a sentence; it must not block.
+        """
+        self._native = native
+        self._manifest = manifest
+        self._programs = programs
+        self._on_holder_lost = on_holder_lost
+        self._epoch = 0
+        self._term = 0
+        self._places: list[_Place | None] = []
+        self._tables: dict[int, npt.NDArray[np.int32]] = {}
+        self._poll = select.poll()
+        self._index_of_descriptor: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._arrivals: list[_Place] = []
+        self._departures: list[tuple[NodeId, str]] = []
+        self._changed = False
+        self._aborted = False
+        self._request_id = 0
+        self._layer_calls = 0
+        self._rows_dispatched = 0
+        self._rows_retried = 0
+        self._bytes_sent = 0
+        self._bytes_received = 0
+        self._holders_lost = 0
+        self._pairs = _NO_PAIRS
+        self._pairs_address = 0
+        self._filled = 0
+        self._call: LayerCall  # the layer call being served; only meaningful inside __call__
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def add_holder(self, holder: RemoteHolder | LocalHolder, shard: ShardSet, primary: ShardSet) -> None:
+        """Offer a holder from the next layer call on; it replaces a former one of the same node.
+
+        ``shard`` is all it can compute; for the part in ``primary`` it is asked before anybody else.
+        """
+        with self._lock:
+            self._arrivals.append(_Place(holder, shard, primary))
+            self._changed = True
+
+    def remove_holder(self, node_id: NodeId, reason: str) -> None:
+        """Take a holder out before the next layer call."""
+        with self._lock:
+            self._departures.append((node_id, reason))
+            self._changed = True
+
+    def set_authority(self, epoch: int, term: int) -> None:
+        """The (epoch, term) that every dispatch names."""
+        self._epoch, self._term = epoch, term
+
+    def abort(self) -> None:
+        """Make the current and every later layer call raise `DecodeAborted`, until `resume`."""
+        self._aborted = True
+
+    def resume(self) -> None:
+        """Allow layer calls again."""
+        self._aborted = False
+
+    def statistics(self) -> DispatchStatistics:
+        """A snapshot of the counters."""
+        return DispatchStatistics(
+            layer_calls=self._layer_calls,
+            rows_dispatched=self._rows_dispatched,
+            rows_retried=self._rows_retried,
+            bytes_sent=self._bytes_sent,
+            bytes_received=self._bytes_received,
+            holders_lost=self._holders_lost,
+        )
+
+    def missing_experts(self) -> dict[int, tuple[int, ...]]:
+        """Layer to the experts that no holder has; empty when every expert is covered."""
+        with self._lock:
+            gone = {node_id for node_id, _ in self._departures}
+            places = [place for place in self._places if place and place.holder.node_id not in gone]
+            places += self._arrivals
+        missing = {}
+        for layer in self._manifest.moe_layers:
+            held = {expert for place in places for expert in place.shard.experts_of(layer)}
+            absent = tuple(expert for expert in range(self._manifest.n_expert) if expert not in held)
+            if absent:
+                missing[layer] = absent
+        return missing
+
+    def close(self) -> None:
+        """Close every holder. Only after the last layer call."""
+        for place in [*self._places, *self._arrivals]:
+            if place is not None:
+                _close(place.holder)
+        self._places.clear()
+        self._arrivals.clear()
+
+    # -- in the decode thread ----------------------------------------------------------------------
+
+    def __call__(self, call: LayerCall) -> None:
+        """Fill every row of ``call``'s output. Raises `NoHolderLeft` or `DecodeAborted`."""
+        if self._changed:
+            self._apply_changes()
+        self._call = call
+        self._filled = 0
+        n_pairs = call.n_tokens * call.n_slots
+        self._reserve_pairs(n_pairs)
+        try:
+            self._assign(call.ids_address, n_pairs, None)
+            while self._filled < n_pairs:
+                self._advance()
+        except BaseException:
+            self._abandon_outstanding()
+            raise
+        self._layer_calls += 1
+        self._rows_dispatched += n_pairs
+
+    def _apply_changes(self) -> None:
+        with self._lock:
+            arrivals, self._arrivals = self._arrivals, []
+            departures, self._departures = self._departures, []
+            self._changed = False
+        for node_id, reason in departures:
+            for index, place in enumerate(self._places):
+                if place is not None and place.holder.node_id == node_id:
+                    self._drop(index)
+                    log.info("holder_removed", node=str(node_id), reason=reason)
+        for arrival in arrivals:
+            for index, place in enumerate(self._places):
+                if place is not None and place.holder.node_id == arrival.holder.node_id:
+                    self._drop(index)
+            self._places.append(arrival)
+            if isinstance(arrival.holder, RemoteHolder):
+                descriptor = arrival.holder.fileno()
+                self._poll.register(descriptor, select.POLLIN)
+                self._index_of_descriptor[descriptor] = len(self._places) - 1
+        self._compact()
+        self._tables.clear()
+
+    def _compact(self) -> None:
+        """Forget empty places; only between layer calls, when no table or request names an index."""
+        self._places = [place for place in self._places if place is not None]
+        self._index_of_descriptor = {
+            place.holder.fileno(): index
+            for index, place in enumerate(self._places)
+            if place is not None and isinstance(place.holder, RemoteHolder)
+        }
+        self._counts = np.zeros(max(1, len(self._places)), dtype=np.int32)
+
+    def _table(self, layer: int) -> npt.NDArray[np.int32]:
+        """The place that each expert's rows go to, shape [n_expert]; -1 where nobody is left."""
+        table = self._tables.get(layer)
+        if table is None:
+            table = np.full(self._manifest.n_expert, _NOBODY, dtype=np.int32)
+            for primaries_only in (False, True):
+                for index, place in enumerate(self._places):
+                    if place is not None:
+                        held = place.primary if primaries_only else place.shard
+                        table[list(held.experts_of(layer))] = index
+            self._tables[layer] = table
+        return table
+
+    def _reserve_pairs(self, n_pairs: int) -> None:
+        if len(self._pairs) < n_pairs:
+            self._pairs = np.zeros(n_pairs, dtype=np.int32)
+            self._pairs_address = self._pairs.ctypes.data
+
+    def _assign(self, ids_address: int, n_pairs: int, subset: PairIndices | None) -> None:
+        """Send pairs to their holders: all of the call, or the ``subset`` whose ids lie at the address."""
+        call = self._call
+        table = self._table(call.layer)
+        grouped = self._pairs if subset is None else np.zeros(n_pairs, dtype=np.int32)
+        status = self._native.partition(
+            ids_address,
+            n_pairs,
+            table.ctypes.data,
+            len(table),
+            len(self._places),
+            grouped.ctypes.data,
+            self._counts.ctypes.data,
+        )
+        if status != 0:
+            raise self._unassignable(table)
+        if subset is not None:
+            grouped = subset[grouped]
+        start = 0
+        local: list[tuple[LocalHolder, _FrameBuffer, PairIndices, int]] = []
+        sending: list[int] = []
+        for index, count in enumerate(self._counts.tolist()):
+            if count == 0:
+                continue
+            place = self._places[index]
+            assert place is not None
+            pairs = grouped[start : start + count]
+            start += count
+            frame, n_rows = self._pack(place, pairs)
+            if isinstance(place.holder, LocalHolder):
+                local.append((place.holder, frame, pairs, n_rows))
+            else:
+                self._submit(place.holder, frame, pairs, n_rows)
+                sending.append(index)
+        for index in sending:
+            self._send(index)
+        for holder, frame, pairs, n_rows in local:
+            self._compute_locally(holder, frame, pairs, n_rows)
+
+    def _unassignable(self, table: npt.NDArray[np.int32]) -> KvasirError:
+        """The error for a call whose ids name experts that nobody has, or that do not exist."""
+        call = self._call
+        ids = np.ctypeslib.as_array(
+            (ctypes.c_int32 * (call.n_tokens * call.n_slots)).from_address(call.ids_address)
+        )
+        outside = ids[(ids < 0) | (ids >= len(table))]
+        if len(outside):
+            return EngineFailed(f"the router chose expert {int(outside[0])} of {len(table)}")
+        absent = np.unique(ids[table[ids] == _NOBODY])
+        shown = ", ".join(str(expert) for expert in absent[:8])
+        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        return NoHolderLeft(f"no holder is left for layer {call.layer}, experts {shown}{more}")
+
+    def _pack(self, place: _Place, pairs: PairIndices) -> tuple[_FrameBuffer, int]:
+        """Lay out a dispatch payload for ``pairs`` behind room for its header; return it and n_rows."""
+        call = self._call
+        n_pairs = len(pairs)
+        size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(n_pairs, n_pairs, call.n_embd_in)
+        frame = place.frame
+        busy = isinstance(place.holder, RemoteHolder) and bool(place.holder.outstanding)
+        if frame is None or busy or len(frame.data) < size_bytes:
+            frame = _FrameBuffer(size_bytes)
+            place.frame = frame
+        rows_of_pairs = frame.address + dispatch.HEADER_BYTES
+        n_rows = self._native.pack_rows(
+            call.x_address,
+            call.n_embd_in,
+            call.n_slots,
+            self._programs[call.program_index].input_per_slot,
+            call.ids_address,
+            pairs.ctypes.data,
+            n_pairs,
+            rows_of_pairs,
+            rows_of_pairs + 4 * n_pairs,
+            rows_of_pairs + 8 * n_pairs,
+        )
+        return frame, n_rows
+
+    def _submit(self, holder: RemoteHolder, frame: _FrameBuffer, pairs: PairIndices, n_rows: int) -> None:
+        call = self._call
+        now_ns = time.monotonic_ns()
+        if call.program_index not in holder.programs:
+            program = self._programs[call.program_index].encode()
+            self._request_id += 1
+            request = dispatch.pack_plain(
+                FrameKind.PROGRAM, self._request_id, program, program=call.program_index
+            )
+            holder.submit(
+                Request(self._request_id, memoryview(request), _NO_PAIRS, 0, holder.deadline_for(0, now_ns))
+            )
+            holder.programs.add(call.program_index)
+        self._request_id += 1
+        n_pairs = len(pairs)
+        payload_bytes = dispatch.pack_dispatch_into(
+            frame.view,
+            request_id=self._request_id,
+            epoch=self._epoch,
+            term=self._term,
+            layer=call.layer,
+            program=call.program_index,
+            n_rows=n_rows,
+            n_pairs=n_pairs,
+            n_embd_in=call.n_embd_in,
+        )
+        size_bytes = dispatch.HEADER_BYTES + payload_bytes
+        self._bytes_sent += size_bytes
+        holder.submit(
+            Request(
+                self._request_id,
+                frame.view[:size_bytes],
+                pairs,
+                call.n_embd_out,
+                holder.deadline_for(n_pairs, now_ns),
+            )
+        )
+
+    def _compute_locally(
+        self, holder: LocalHolder, frame: _FrameBuffer, pairs: PairIndices, n_rows: int
+    ) -> None:
+        call = self._call
+        rows_of_pairs = frame.address + dispatch.HEADER_BYTES
+        rows = np.empty((len(pairs), call.n_embd_out), dtype=np.float32)
+        holder.kernel.compute(
+            layer=call.layer,
+            program_index=call.program_index,
+            n_rows=n_rows,
+            n_pairs=len(pairs),
+            x_address=rows_of_pairs + 8 * len(pairs),
+            row_of_pair_address=rows_of_pairs,
+            expert_of_pair_address=rows_of_pairs + 4 * len(pairs),
+            out_address=rows.ctypes.data,
+        )
+        bad = self._scatter(rows.ctypes.data, pairs)
+        if bad >= 0:
+            raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
+
+    def _scatter(self, rows_address: int, pairs: PairIndices) -> int:
+        """Copy rows to their slots. Returns -1, or the index of the first row that is not finite."""
+        call = self._call
+        bad = self._native.scatter_rows(
+            rows_address, pairs.ctypes.data, len(pairs), call.n_embd_out, call.out_address
+        )
+        if bad < 0:
+            self._filled += len(pairs)
+        return bad
+
+    def _send(self, index: int) -> None:
+        place = self._places[index]
+        if place is None:
+            return
+        holder = place.holder
+        assert isinstance(holder, RemoteHolder)
+        try:
+            holder.send_pending()
+        except OSError as error:
+            self._lose(index, "closed", f"sending failed: {error}")
+            return
+        if holder.wants_to_send:
+            self._poll.modify(holder.fileno(), select.POLLIN | select.POLLOUT)
+
+    def _advance(self) -> None:
+        """Wait for any connection to move, then move it; lose what is late."""
+        if self._aborted:
+            raise DecodeAborted
+        deadline_ns = min(
+            (
+                place.holder.outstanding[0].deadline_ns
+                for place in self._places
+                if place and isinstance(place.holder, RemoteHolder) and place.holder.outstanding
+            ),
+            default=0,
+        )
+        wait_ms = max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)
+        for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
+            index = self._index_of_descriptor.get(descriptor)
+            if index is not None:
+                self._move(index, events)
+        self._lose_late()
+
+    def _move(self, index: int, events: int) -> None:
+        place = self._places[index]
+        assert place is not None
+        holder = place.holder
+        assert isinstance(holder, RemoteHolder)
+        try:
+            if holder.wants_to_send:
+                holder.send_pending()
+                if not holder.wants_to_send:
+                    self._poll.modify(holder.fileno(), select.POLLIN)
+            # With nothing outstanding one read is due all the same: it is how an end of stream is noticed.
+            while (reply := holder.receive_reply()) is not None:
+                if not self._take(index, holder, *reply) or not holder.outstanding:
+                    return
+        except OSError as error:
+            self._lose(index, "closed", str(error) or type(error).__name__)
+        except RemoteProtocolError as error:
+            self._lose(index, error.code, str(error))
+
+    def _take(self, index: int, holder: RemoteHolder, request: Request, header: ReplyHeader,
+              payload: memoryview) -> bool:
+        """Use one reply. Returns False when it cost the holder its place."""
+        if header.code is not ReplyCode.OK:
+            holder.outstanding.appendleft(request)
+            reason = bytes(payload).decode(errors="replace")
+            self._lose(index, f"refused_{header.code.name.lower()}", reason)
+            return False
+        self._bytes_received += dispatch.HEADER_BYTES + len(payload)
+        if request.abandoned or not len(request.pairs):
+            return True
+        holder.rate.learn(header.compute_ns, len(request.pairs))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(payload))
+        bad = self._scatter(address, request.pairs)
+        if bad >= 0:
+            holder.outstanding.appendleft(request)
+            self._lose(index, "non_finite", f"row {bad} of layer {self._call.layer} is not finite")
+            return False
+        return True
+
+    def _lose_late(self) -> None:
+        now_ns = time.monotonic_ns()
+        for index, place in enumerate(self._places):
+            if place is None or not isinstance(place.holder, RemoteHolder):
+                continue
+            outstanding = place.holder.outstanding
+            if outstanding and outstanding[0].deadline_ns <= now_ns:
+                self._lose(index, "late", "no reply within its deadline")
+
+    def _lose(self, index: int, code: str, reason: str) -> None:
+        """Take a holder out and dispatch what it owed again. Raises `NoHolderLeft` when nobody else can."""
+        place = self._places[index]
+        assert place is not None
+        holder = place.holder
+        assert isinstance(holder, RemoteHolder)
+        owed = [request.pairs for request in holder.outstanding if not request.abandoned]
+        self._drop(index)
+        self._holders_lost += 1
+        self._on_holder_lost(holder.node_id, code, reason)
+        pairs = np.concatenate(owed) if owed else _NO_PAIRS
+        if len(pairs):
+            self._rows_retried += len(pairs)
+            call = self._call
+            ids = np.ctypeslib.as_array(
+                (ctypes.c_int32 * (call.n_tokens * call.n_slots)).from_address(call.ids_address)
+            )
+            wanted = np.ascontiguousarray(ids[pairs])
+            self._assign(wanted.ctypes.data, len(pairs), pairs)
+
+    def _drop(self, index: int) -> None:
+        place = self._places[index]
+        assert place is not None
+        self._places[index] = None
+        self._tables.clear()
+        if isinstance(place.holder, RemoteHolder):
+            descriptor = place.holder.fileno()
+            self._poll.unregister(descriptor)
+            del self._index_of_descriptor[descriptor]
+        _close(place.holder)
+
+    def _abandon_outstanding(self) -> None:
+        """After a failed call: replies still under way belong to nobody."""
+        for place in self._places:
+            if place is not None and isinstance(place.holder, RemoteHolder):
+                for request in place.holder.outstanding:
+                    request.abandoned = True
+
+
+def _close(holder: RemoteHolder | LocalHolder) -> None:
+    if isinstance(holder, RemoteHolder):
+        holder.close()
+    else:
+        holder.kernel.close()

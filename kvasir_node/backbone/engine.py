@@ -1,0 +1,354 @@
+"""The backbone engine: the trunk, its hook and dispatcher, and the sessions that run on them.
+
+Control's messages arrive in the engine's main thread; one decode thread owns the trunk and takes jobs from a
+bounded queue, so llama.cpp is only ever driven from there. Connections to holders are made in short-lived
+threads and handed to the dispatcher when they are open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvasir_node.backbone.dispatcher import Dispatcher
+from kvasir_node.backbone.holder import open_remote_holder
+from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
+from kvasir_node.backbone.sampling import SamplingParameters
+from kvasir_node.backbone.session import EmittedToken, SessionOutcome, run_session
+from kvasir_node.backbone.trunk import Trunk, TrunkSettings
+from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.lease import LeaseWatch
+from kvasir_node.engine.tls import EngineCredentials, connect_pinned
+from kvasir_node.native_library import load as load_native_library
+from kvasir_node.telemetry import get_logger
+from kvasir_proto.dispatch import Opening
+from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError, RemoteProtocolError
+from kvasir_proto.ids import NodeId, SessionId
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.messages.engine import (
+    CancelSession,
+    ConnectHolder,
+    EngineFault,
+    EngineMessage,
+    EngineStatistics,
+    EvaluateLogits,
+    Generate,
+    HolderConnected,
+    HolderLost,
+    LoadTrunk,
+    LogitsEvaluated,
+    QueryStatistics,
+    RemoveHolder,
+    SessionEnded,
+    SetLease,
+    TokenEmitted,
+    TrunkLoaded,
+)
+
+log = get_logger()
+
+JOBS_WAITING_MAX: Final = 8
+"""Sessions and evaluations that may wait for the decode thread; one more is refused."""
+
+
+class BackboneEngine:
+    """Handles control's messages for the backbone role. `handle` runs in the engine's main thread."""
+
+    def __init__(self, channel: ControlChannel, credentials: EngineCredentials) -> None:
+        self._channel = channel
+        self._credentials = credentials
+        self._lease = LeaseWatch()
+        self._manifest: ModelManifest | None = None
+        self._hook: ExpertHook | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._trunk: Trunk | None = None
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(JOBS_WAITING_MAX)
+        self._cancellations: dict[SessionId, threading.Event] = {}
+        self._decode_thread = threading.Thread(target=self._run_jobs, name="decode", daemon=True)
+        self._decode_thread.start()
+
+    def handle(self, message: EngineMessage) -> None:
+        """Act on one message from control; failures go back as `EngineFault` or `SessionEnded`."""
+        match message:
+            case LoadTrunk():
+                self._submit(lambda: self._load(message), message.request)
+            case SetLease():
+                self._lease.renew(message.epoch, message.term, message.lease_end_boottime_ns)
+                if self._dispatcher is not None:
+                    self._dispatcher.set_authority(message.epoch, message.term)
+            case ConnectHolder():
+                threading.Thread(target=self._connect, args=(message,), name="connect", daemon=True).start()
+            case RemoveHolder():
+                if self._dispatcher is not None:
+                    self._dispatcher.remove_holder(message.node_id, message.reason)
+            case Generate():
+                self._start_session(message)
+            case CancelSession():
+                cancelled = self._cancellations.get(message.session)
+                if cancelled is not None:
+                    cancelled.set()
+            case EvaluateLogits():
+                self._submit(lambda: self._evaluate(message), message.request)
+            case QueryStatistics():
+                self._channel.send(EngineStatistics(message.request, json.dumps(self._statistics())))
+            case _:
+                raise LocalProtocolError(f"a backbone engine has no use for {type(message).__name__}")
+
+    def close(self) -> None:
+        """Abort what runs, end the decode thread, close connections. Waits for it at most 5 s."""
+        for cancelled in list(self._cancellations.values()):
+            cancelled.set()
+        if self._dispatcher is not None:
+            self._dispatcher.abort()
+        with contextlib.suppress(queue.Full):
+            self._jobs.put_nowait(None)
+        self._decode_thread.join(5.0)
+
+    # -- the decode thread -------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], None], request: int) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self._channel.send(EngineFault(request, "busy", "too many jobs are waiting", 1))
+
+    def _run_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        if self._trunk is not None:
+            self._trunk.close()
+        if self._hook is not None:
+            self._hook.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+
+    def _load(self, message: LoadTrunk) -> None:
+        try:
+            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            settings = TrunkSettings(
+                n_ctx=message.n_ctx,
+                n_ubatch=message.n_ubatch,
+                n_threads=message.threads,
+                kv_type=message.kv_type,
+            )
+            hook = None
+            if message.hooked:
+                hook = ExpertHook(self._on_layer)
+                self._dispatcher = Dispatcher(
+                    load_native_library(), manifest, hook.programs, on_holder_lost=self._on_holder_lost
+                )
+            trunk = Trunk(Path(message.backbone_path), settings, hook)
+        except (KvasirError, ProtocolError, OSError, MemoryError) as error:
+            exit_code = error.exit_code if isinstance(error, KvasirError) else 1
+            self._channel.send(
+                EngineFault(message.request, "trunk_unusable", as_sentence(str(error)), exit_code)
+            )
+            return
+        self._manifest, self._hook, self._trunk = manifest, hook, trunk
+        self._channel.send(
+            TrunkLoaded(
+                message.request,
+                trunk.n_layer,
+                trunk.n_vocab,
+                trunk.n_ctx,
+                trunk.has_tokenizer,
+                resident_bytes(),
+            )
+        )
+
+    def _on_layer(self, call: object) -> None:
+        assert self._dispatcher is not None
+        self._dispatcher(call)  # type: ignore[arg-type]
+
+    def _on_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
+        self._channel.send(HolderLost(node_id, code, as_sentence(reason)))
+
+    def _start_session(self, message: Generate) -> None:
+        cancelled = threading.Event()
+        self._cancellations[message.session] = cancelled
+        deadline_ns = time.monotonic_ns() + message.deadline_ms * 1_000_000
+        try:
+            self._jobs.put_nowait(lambda: self._run_session(message, cancelled, deadline_ns))
+        except queue.Full:
+            del self._cancellations[message.session]
+            self._end_session(message, SessionOutcome(reason="failed"), "busy", "too many sessions wait", 0, 0)
+
+    def _run_session(self, message: Generate, cancelled: threading.Event, deadline_ns: int) -> None:
+        outcome = SessionOutcome()
+        code = detail = ""
+        calls_before, retried_before = self._hook_calls(), self._rows_retried()
+        try:
+            trunk = self._ready_trunk()
+            prompt = message.token_ids if message.prompt is None else trunk.tokenize(message.prompt)
+            run_session(
+                trunk,
+                prompt,
+                message.n_tokens,
+                SamplingParameters(
+                    seed=message.seed,
+                    temperature=message.temperature,
+                    top_k=message.top_k,
+                    top_p=message.top_p,
+                    min_p=message.min_p,
+                ),
+                outcome=outcome,
+                check_authority=self._lease.check,
+                emit=lambda token: self._emit(message.session, token),
+                cancelled=cancelled,
+                deadline_ns=deadline_ns,
+            )
+        except KvasirError as error:
+            outcome.reason = "failed"
+            code, detail = error.code, str(error)
+        except DecodeAborted:
+            outcome.reason = "cancelled"
+        except Exception as error:
+            log.exception("session_crashed")
+            outcome.reason = "failed"
+            code, detail = "internal", f"{type(error).__name__}: {error}"
+        finally:
+            self._cancellations.pop(message.session, None)
+        self._end_session(
+            message,
+            outcome,
+            code,
+            detail,
+            self._hook_calls() - calls_before,
+            self._rows_retried() - retried_before,
+        )
+
+    def _emit(self, session: SessionId, token: EmittedToken) -> None:
+        epoch, term = self._lease.check()
+        self._channel.send(TokenEmitted(session, token.position, token.token, token.piece, epoch, term))
+
+    def _end_session(
+        self,
+        message: Generate,
+        outcome: SessionOutcome,
+        code: str,
+        detail: str,
+        hook_calls: int,
+        rows_retried: int,
+    ) -> None:
+        self._channel.send(
+            SessionEnded(
+                message.session,
+                outcome.reason,
+                code,
+                as_sentence(detail),
+                outcome.n_prompt,
+                outcome.n_generated,
+                outcome.prompt_ns,
+                outcome.decode_ns,
+                rows_retried,
+                hook_calls,
+            )
+        )
+
+    def _evaluate(self, message: EvaluateLogits) -> None:
+        """Decode the tokens chunk by chunk and write F32 logits [n_tokens, n_vocab] as a .npy file."""
+        try:
+            trunk = self._ready_trunk()
+            if sum(message.chunk_sizes) != len(message.token_ids):
+                raise LocalProtocolError("chunk sizes do not add up to the tokens")
+            trunk.clear()
+            calls_before, retried_before = self._hook_calls(), self._rows_retried()
+            logits = np.lib.format.open_memmap(
+                message.output_path,
+                mode="w+",
+                dtype=np.float32,
+                shape=(len(message.token_ids), trunk.n_vocab),
+            )
+            chunk_ns = []
+            start = 0
+            for size in message.chunk_sizes:
+                self._lease.check()
+                started = time.monotonic_ns()
+                trunk.decode(message.token_ids[start : start + size], all_logits=True)
+                chunk_ns.append(time.monotonic_ns() - started)
+                for index in range(size):
+                    logits[start + index] = trunk.logits(index)
+                start += size
+            logits.flush()
+        except (KvasirError, ProtocolError, DecodeAborted, OSError) as error:
+            known = isinstance(error, KvasirError)
+            code = error.code if known else "evaluation_failed"
+            exit_code = error.exit_code if known else 1
+            self._channel.send(EngineFault(message.request, code, as_sentence(str(error)), exit_code))
+            return
+        self._channel.send(
+            LogitsEvaluated(
+                message.request,
+                len(message.token_ids),
+                self._hook_calls() - calls_before,
+                self._rows_retried() - retried_before,
+                tuple(chunk_ns),
+            )
+        )
+
+    # -- holders -----------------------------------------------------------------------------------
+
+    def _connect(self, message: ConnectHolder) -> None:
+        dispatcher, manifest = self._dispatcher, self._manifest
+        try:
+            if dispatcher is None or manifest is None:
+                raise LocalProtocolError("no trunk is loaded that needs holders")
+            shard, primary = ShardSet.decode(message.shard), ShardSet.decode(message.primary)
+            epoch, term = self._lease.check()
+            connection = connect_pinned(
+                self._credentials, message.host, message.port, message.token, message.certificate
+            )
+            opening = Opening(epoch, term, message.proof, manifest.digest())
+            holder = open_remote_holder(message.node_id, connection, opening.encode())
+        except (OSError, ProtocolError, KvasirError) as error:
+            code = error.code if isinstance(error, RemoteProtocolError) else "unreachable"
+            self._channel.send(HolderLost(message.node_id, code, as_sentence(str(error))))
+            return
+        dispatcher.add_holder(holder, shard, primary)
+        self._channel.send(HolderConnected(message.node_id))
+
+    # -- what is going on --------------------------------------------------------------------------
+
+    def _ready_trunk(self) -> Trunk:
+        if self._trunk is None:
+            raise LocalProtocolError("no trunk is loaded")
+        return self._trunk
+
+    def _hook_calls(self) -> int:
+        return self._hook.calls if self._hook is not None else 0
+
+    def _rows_retried(self) -> int:
+        return self._dispatcher.statistics().rows_retried if self._dispatcher is not None else 0
+
+    def _statistics(self) -> dict[str, object]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        values: dict[str, object] = {
+            "cpu_ns": int((usage.ru_utime + usage.ru_stime) * 1e9),
+            "resident_bytes": resident_bytes(),
+            "hook_calls": self._hook_calls(),
+            "experts_missing_total": self._hook.rows_unfilled_total if self._hook is not None else 0,
+            "jobs_waiting": self._jobs.qsize(),
+        }
+        if self._dispatcher is not None:
+            values["dispatch"] = dataclasses.asdict(self._dispatcher.statistics())
+            values["missing_experts"] = sum(
+                len(experts) for experts in self._dispatcher.missing_experts().values()
+            )
+        return values
+
+
+def resident_bytes() -> int:
+    """This process's resident set in bytes, as the kernel counts it now."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,223 @@
+"""Holders: the places a dispatch can send rows to, and one connection's half-finished frames.
+
+`RemoteHolder` is the backbone's end of one pinned TLS connection. It never blocks: the dispatcher moves all
+connections forward together, so that a stopped worker delays nobody else's request. `LocalHolder` is the
+backbone's own copy of some experts, called in the process. Neither knows what to do about a failure.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_proto import dispatch
+from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId
+
+PairIndices = npt.NDArray[np.int32]
+"""Indices into one layer call's flattened [n_tokens, n_slots] pairs."""
+
+_SLICE_BYTES: Final = 256 * 1024
+"""Bytes handed to one TLS write: large enough to be cheap, small enough to notice other connections."""
+
+REPLY_FLOOR_NS: Final = 2_000_000_000
+"""The constant part of a reply's deadline, for loopback; the rest grows with the predicted compute."""
+
+_COMPUTE_MARGIN: Final = 4
+_FIRST_PAIR_NS: Final = 2_000_000
+"""Predicted compute per pair before anything was measured."""
+
+_SMOOTHING: Final = 0.2
+
+
+@dataclass(slots=True)
+class Request:
+    """One frame to a holder and the reply it waits for. ``pairs`` is empty for a PROGRAM.
+
+    ``abandoned``: the layer call it belonged to has failed; its reply is read and dropped.
+    """
+
+    request_id: int
+    unsent: memoryview
+    pairs: PairIndices
+    n_embd_out: int
+    deadline_ns: int
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class ComputeRate:
+    """Smoothed nanoseconds a holder needs for one pair, learnt from the timestamps in its replies."""
+
+    pair_ns: float = _FIRST_PAIR_NS
+    measured: bool = False
+
+    def learn(self, compute_ns: int, n_pairs: int) -> None:
+        """Take in one reply's measured compute time."""
+        sample = compute_ns / max(1, n_pairs)
+        self.pair_ns = sample if not self.measured else self.pair_ns + _SMOOTHING * (sample - self.pair_ns)
+        self.measured = True
+
+
+@dataclass(slots=True)
+class RemoteHolder:
+    """A worker as the dispatcher sees it. Raises only what `advance` documents."""
+
+    node_id: NodeId
+    connection: ssl.SSLSocket
+    rtt_ns: int = 0
+    rate: ComputeRate = field(default_factory=ComputeRate)
+    programs: set[int] = field(default_factory=set)
+    outstanding: deque[Request] = field(default_factory=deque)
+    _sending: deque[Request] = field(default_factory=deque)
+    _received: int = 0
+    _incoming: bytearray = field(default_factory=lambda: bytearray(64 * 1024))
+    _header: ReplyHeader | None = None
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
+
+    def deadline_for(self, n_pairs: int, now_ns: int) -> int:
+        """When a reply for ``n_pairs`` is late: RTT + 4 x predicted compute + floor, behind what waits."""
+        queued = sum(len(request.pairs) for request in self.outstanding)
+        predicted = int((queued + n_pairs) * self.rate.pair_ns)
+        return now_ns + self.rtt_ns + _COMPUTE_MARGIN * predicted + REPLY_FLOOR_NS
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; `advance` sends it."""
+        self.outstanding.append(request)
+        self._sending.append(request)
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether part of a request has not been handed to the kernel yet."""
+        return bool(self._sending)
+
+    def fileno(self) -> int:
+        """The connection's file descriptor, for poll."""
+        return self.connection.fileno()
+
+    def send_pending(self) -> None:
+        """Send what the socket takes without waiting. Raises `OSError` when the connection is dead."""
+        while self._sending:
+            request = self._sending[0]
+            while len(request.unsent):
+                try:
+                    sent = self.connection.send(request.unsent[:_SLICE_BYTES])
+                except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                    return
+                request.unsent = request.unsent[sent:]
+            self._sending.popleft()
+
+    def receive_reply(self) -> tuple[Request, ReplyHeader, memoryview] | None:
+        """The next whole reply, or None when more bytes must arrive first.
+
+        The payload view is valid until the next call. Raises `OSError` when the connection is dead or at its
+        end, `RemoteProtocolError` when the reply is not one that the oldest request can have.
+        """
+        while True:
+            wanted = dispatch.HEADER_BYTES + (self._header.payload_bytes if self._header else 0)
+            if self._received >= wanted:
+                if self._header is None:
+                    self._header = self._check_header()
+                    continue
+                return self._take_reply(self._header)
+            # Never past the frame that the oldest request expects: one read usually takes it whole, and
+            # whatever else the worker sends stays where the next receive finds it misplaced.
+            end = max(wanted, self._expected_bytes())
+            self._reserve(end)
+            try:
+                count = self.connection.recv_into(memoryview(self._incoming)[self._received : end])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return None
+            if count == 0:
+                raise ConnectionResetError("the worker closed the connection")
+            self._received += count
+
+    def _expected_bytes(self) -> int:
+        if self._header is not None or not self.outstanding:
+            return dispatch.HEADER_BYTES
+        request = self.outstanding[0]
+        return dispatch.HEADER_BYTES + 4 * len(request.pairs) * request.n_embd_out
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Make room by replacing the buffer: views of an earlier reply may still be alive."""
+        if size_bytes > len(self._incoming):
+            grown = bytearray(size_bytes)
+            grown[: self._received] = self._incoming[: self._received]
+            self._incoming = grown
+
+    def _check_header(self) -> ReplyHeader:
+        header = dispatch.parse_header(self._incoming)
+        if not isinstance(header, ReplyHeader):
+            raise RemoteProtocolError("a worker may only send replies", code="malformed")
+        if not self.outstanding:
+            raise RemoteProtocolError("a reply to no request", code="unexpected_reply")
+        request = self.outstanding[0]
+        if header.request_id != request.request_id:
+            raise RemoteProtocolError("a reply to another request", code="unexpected_reply")
+        expected = 4 * len(request.pairs) * request.n_embd_out
+        if header.code is ReplyCode.OK and (
+            header.payload_bytes != expected or header.n_pairs != len(request.pairs)
+        ):
+            raise RemoteProtocolError(
+                f"{header.payload_bytes} bytes of rows where {expected} were asked for", code="shape_invalid"
+            )
+        needed = dispatch.HEADER_BYTES + header.payload_bytes
+        if self._received > needed:
+            raise RemoteProtocolError("bytes after a reply", code="malformed")
+        return header
+
+    def _take_reply(self, header: ReplyHeader) -> tuple[Request, ReplyHeader, memoryview]:
+        request = self.outstanding.popleft()
+        payload = memoryview(self._incoming)[dispatch.HEADER_BYTES : self._received]
+        self._received = 0
+        self._header = None
+        return request, header, payload
+
+    def close(self) -> None:
+        """Close at once; TLS closure alerts are not waited for."""
+        self.connection.close()
+
+
+def open_remote_holder(
+    node_id: NodeId, connection: ssl.SSLSocket, open_payload: bytes
+) -> RemoteHolder:
+    """Do the OPEN exchange on a fresh blocking connection and measure its round trip.
+
+    Raises `OSError` or `RemoteProtocolError` (the worker's refusal, by its code) and closes the connection.
+    """
+    try:
+        started_ns = time.monotonic_ns()
+        connection.sendall(dispatch.pack_plain(FrameKind.OPEN, 0, open_payload))
+        header_bytes = _receive_exactly(connection, dispatch.HEADER_BYTES)
+        rtt_ns = time.monotonic_ns() - started_ns
+        header = dispatch.parse_header(header_bytes)
+        if not isinstance(header, ReplyHeader) or header.request_id != 0:
+            raise RemoteProtocolError("not an answer to OPEN", code="malformed")
+        if header.code is not ReplyCode.OK:
+            text = _receive_exactly(connection, header.payload_bytes).decode(errors="replace")
+            raise RemoteProtocolError(text, code=header.code.name.lower())
+        if header.payload_bytes:
+            raise RemoteProtocolError("an OPEN reply has no payload", code="malformed")
+    except BaseException:
+        connection.close()
+        raise
+    return RemoteHolder(node_id, connection, rtt_ns=rtt_ns)
+
+
+def _receive_exactly(connection: ssl.SSLSocket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("the worker closed the connection before it was ready")
+        data += part
+    return bytes(data)

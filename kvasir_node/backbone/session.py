@@ -1,0 +1,108 @@
+"""A session: one generation, from prompt to its last token, on one trunk.
+
+It decodes the prompt in chunks, samples, emits, and decodes again until a reason to stop. The lease is
+checked before each decode and before each token is emitted; an emitted token is never revised. The module
+knows nothing of where experts are or to whom tokens go.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvasir_node.backbone.sampling import Sampler, SamplingParameters
+from kvasir_node.backbone.trunk import Trunk
+from kvasir_proto.errors import EngineFailed, UsageError
+from kvasir_proto.limits import EndReason
+
+
+class SessionDeadlineExpired(EngineFailed):
+    """The session took longer than its client was willing to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedToken:
+    """One token of a session: ``position`` in the sequence, its id and the bytes it stands for."""
+
+    position: int
+    token: int
+    piece: bytes
+
+
+@dataclass(slots=True)
+class SessionOutcome:
+    """How a session went so far; durations in nanoseconds."""
+
+    reason: EndReason = "length"
+    n_prompt: int = 0
+    n_generated: int = 0
+    prompt_ns: int = 0
+    decode_ns: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+def run_session(
+    trunk: Trunk,
+    prompt: Sequence[int],
+    n_tokens: int,
+    parameters: SamplingParameters,
+    *,
+    outcome: SessionOutcome,
+    check_authority: Callable[[], object],
+    emit: Callable[[EmittedToken], None],
+    cancelled: threading.Event,
+    deadline_ns: int,
+) -> None:
+    """Generate up to ``n_tokens`` after ``prompt`` and keep ``outcome`` true at every moment.
+
+    ``check_authority`` raises when the lease has run out; ``deadline_ns`` is on the monotonic clock. Raises
+    what a decode raises, `UsageError` for a prompt that cannot be run, `SessionDeadlineExpired`.
+    """
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if len(prompt) >= trunk.n_ctx:
+        raise UsageError(f"the prompt has {len(prompt)} tokens, the context {trunk.n_ctx}")
+    trunk.clear()
+    sampler = Sampler(parameters, trunk.n_vocab)
+    try:
+        outcome.n_prompt = len(prompt)
+        started = time.monotonic_ns()
+        chunk = trunk.settings.n_ubatch
+        for start in range(0, len(prompt), chunk):
+            _check(check_authority, cancelled, deadline_ns)
+            if cancelled.is_set():
+                break
+            part = prompt[start : start + chunk]
+            trunk.decode(part, no_logits=start + chunk < len(prompt))
+        outcome.prompt_ns = time.monotonic_ns() - started
+        started = time.monotonic_ns()
+        while True:
+            _check(check_authority, cancelled, deadline_ns)
+            if cancelled.is_set():
+                outcome.reason = "cancelled"
+                return
+            token = sampler.sample(trunk.logits(), trunk.position)
+            if trunk.is_end_of_generation(token):
+                outcome.reason = "end_of_text"
+                return
+            check_authority()
+            emit(EmittedToken(trunk.position, token, trunk.piece(token)))
+            outcome.n_generated += 1
+            outcome.tokens.append(token)
+            outcome.decode_ns = time.monotonic_ns() - started
+            if outcome.n_generated >= n_tokens or trunk.position + 1 >= trunk.n_ctx:
+                outcome.reason = "length"
+                return
+            trunk.decode([token])
+    finally:
+        sampler.close()
+
+
+def _check(
+    check_authority: Callable[[], object], cancelled: threading.Event, deadline_ns: int
+) -> None:
+    if not cancelled.is_set() and time.monotonic_ns() > deadline_ns:
+        raise SessionDeadlineExpired("the session's deadline has passed")
+    check_authority()

@@ -1,0 +1,172 @@
+"""The trunk: everything of the model that is not a routed expert, run by unmodified llama.cpp.
+
+One `Trunk` is one llama.cpp model with one context. With an `ExpertHook` it runs on a backbone file and the
+hook supplies every MoE layer's expert rows; without one it is the single-process reference that the swarm is
+measured against. Both are built by the same code with the same settings, because exactness holds only then
+(DESIGN section 5): no extra buffer types, no mmap, explicit flash attention, explicit thread counts.
+llama.cpp only ever opens files that Kvasir wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_proto.errors import EngineFailed, ModelUnusable
+
+if TYPE_CHECKING:
+    from kvasir_node.backbone.hook import ExpertHook
+
+_KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}
+_PIECE_BYTES_MAX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkSettings:
+    """What has to be equal between a swarm and its reference for the comparison to be exact."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_threads: int
+    kv_type: str = "f16"
+
+
+class DecodeFailed(EngineFailed):
+    """llama_decode returned an error and the hook had none to blame; positions are as before the call."""
+
+
+class Trunk:
+    """A loaded model with one context and one sequence. Not thread-safe: one thread drives it."""
+
+    def __init__(self, path: Path, settings: TrunkSettings, hook: ExpertHook | None) -> None:
+        """Load ``path``. Raises `ModelUnusable` when llama.cpp refuses the file or the context."""
+        self._hook = hook
+        self.settings = settings
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        parameters.use_extra_bufts = False
+        parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        if hook is not None:
+            hook.attach(parameters)
+        self._model_parameters = parameters
+        self._model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self._model:
+            raise ModelUnusable(f"llama.cpp could not load {path.name}")
+        self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        context = llama_cpp.llama_context_default_params()
+        context.n_ctx = settings.n_ctx
+        context.n_batch = settings.n_ctx
+        context.n_ubatch = settings.n_ubatch
+        context.n_seq_max = 1
+        context.n_threads = settings.n_threads
+        context.n_threads_batch = settings.n_threads
+        context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        context.type_k = context.type_v = _KV_TYPES[settings.kv_type]
+        context.no_perf = True
+        self._context_parameters = context
+        self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
+        if not self._context:
+            llama_cpp.llama_model_free(self._model)
+            raise ModelUnusable(f"llama.cpp could not make a context of {settings.n_ctx} tokens")
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocabulary))
+        self.n_layer = int(llama_cpp.llama_model_n_layer(self._model))
+        self.n_ctx = int(llama_cpp.llama_n_ctx(self._context))
+        self.has_tokenizer = (
+            llama_cpp.llama_vocab_type(self._vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
+        )
+        self._batch = llama_cpp.llama_batch_init(settings.n_ctx, 0, 1)
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """The next position of the sequence, equal to the number of tokens decoded so far."""
+        return self._position
+
+    def clear(self) -> None:
+        """Forget the sequence; the next decode starts at position 0."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        self._position = 0
+
+    def decode(self, tokens: Sequence[int], *, all_logits: bool = False, no_logits: bool = False) -> None:
+        """Append ``tokens`` to the sequence in one llama_decode.
+
+        Logits are kept for the last token, for all with ``all_logits``, for none with ``no_logits``. Raises
+        what the hook's callback raised, or `DecodeFailed`; then the ubatch that failed has left no trace in
+        the KV cache, `position` says where the sequence stands, and the tokens from there may be sent again.
+        """
+        if self._position + len(tokens) > self.n_ctx:
+            raise DecodeFailed(f"the context of {self.n_ctx} tokens is full")
+        if any(not 0 <= token < self.n_vocab for token in tokens):
+            raise DecodeFailed(f"a token id is outside the vocabulary of {self.n_vocab}")
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index] = token
+            batch.pos[index] = self._position + index
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
+            batch.logits[index] = all_logits
+        if not no_logits:
+            batch.logits[len(tokens) - 1] = True
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status == 0:
+            self._position += len(tokens)
+            return
+        memory = llama_cpp.llama_get_memory(self._context)
+        self._position = int(llama_cpp.llama_memory_seq_pos_max(memory, 0)) + 1
+        failure = self._hook.take_failure() if self._hook is not None else None
+        if failure is not None:
+            raise failure
+        raise DecodeFailed(f"llama_decode failed with status {status}")
+
+    def logits(self, index: int = -1) -> npt.NDArray[np.float32]:
+        """Logits of the batch's output ``index``, shape [n_vocab]; a view valid until the next decode."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, index)
+        if not pointer:
+            raise DecodeFailed("no logits were requested for that position")
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of ``text`` with the model's own beginning-of-text rule; special tokens are not parsed."""
+        if not self.has_tokenizer:
+            raise ModelUnusable("this model has no tokenizer: give token ids")
+        data = text.encode()
+        capacity = len(data) + 8
+        tokens = (llama_cpp.llama_token * capacity)()
+        count = llama_cpp.llama_tokenize(
+            self._vocabulary, data, len(data), tokens, capacity, True, False
+        )
+        if count < 0:
+            raise ModelUnusable("the tokenizer did not accept the text")
+        return list(tokens[:count])
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that ``token`` stands for; part of a UTF-8 sequence at times, empty without a tokenizer."""
+        if not self.has_tokenizer:
+            return b""
+        buffer = ctypes.create_string_buffer(_PIECE_BYTES_MAX)
+        count = llama_cpp.llama_token_to_piece(
+            self._vocabulary, token, buffer, _PIECE_BYTES_MAX, 0, False
+        )
+        return buffer.raw[: max(0, int(count))]
+
+    def is_end_of_generation(self, token: int) -> bool:
+        """Whether ``token`` ends a text."""
+        return self.has_tokenizer and bool(llama_cpp.llama_vocab_is_eog(self._vocabulary, token))
+
+    def close(self) -> None:
+        """Free context, model and batch; the hook may be closed after."""
+        if self._context:
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        if self._model:
+            llama_cpp.llama_model_free(self._model)
+            self._model = None

@@ -1,0 +1,202 @@
+"""The control socket: how the command line speaks to the daemon of the same home.
+
+A Unix socket in a directory that only its owner may enter; loopback is no trust boundary, so the other end's
+user id is checked as well. One request a connection, whole messages of the local family, a deadline on every
+read. The server hands requests to an `Operator`; the client half is used by the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import trio
+
+from kvasir_node.telemetry import get_logger
+from kvasir_proto.codec import decode, encode
+from kvasir_proto.errors import EngineFailed, KvasirError, NotRunning, RemoteProtocolError
+from kvasir_proto.framing import FrameReader, frame
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.messages.local import (
+    LOCAL,
+    GenerateEnd,
+    GenerateRequest,
+    LocalMessage,
+    Refusal,
+    StatusReply,
+    StatusRequest,
+    StopReply,
+    StopRequest,
+    TokenEvent,
+)
+
+log = get_logger()
+
+REQUEST_TIMEOUT_S: Final = 10.0
+CONNECTIONS_MAX: Final = 32
+_READ_BYTES: Final = 64 * 1024
+_PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+class Operator(Protocol):
+    """What the daemon can be asked for."""
+
+    async def status_document(self) -> str:
+        """The status report as JSON."""
+
+    async def generate(
+        self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
+    ) -> GenerateEnd:
+        """Run a session. Cancelled when the client goes away."""
+
+    def stop(self) -> None:
+        """Begin to stop in good order."""
+
+
+class LocalConnection:
+    """Whole messages over one end of a control socket connection."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._reader = FrameReader(LOCAL.size_bytes_max)
+        self._ready: list[LocalMessage] = []
+
+    async def send(self, message: LocalMessage) -> None:
+        """Send one message. Raises `NotRunning` when the other end is gone."""
+        try:
+            await self._stream.send_all(frame(encode(message), LOCAL.size_bytes_max))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise NotRunning("the connection was closed") from None
+
+    async def receive(self) -> LocalMessage:
+        """The next message. Raises `NotRunning` at the end of the stream, `RemoteProtocolError` for nonsense."""
+        while not self._ready:
+            try:
+                data = await self._stream.receive_some(_READ_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                data = b""
+            if not data:
+                raise NotRunning("the connection was closed before the answer came")
+            self._ready.extend(decode(body, LOCAL) for body in self._reader.feed(data))
+        return self._ready.pop(0)
+
+    async def wait_closed(self) -> None:
+        """Wait until the other end closes, ignoring whatever it still says."""
+        with contextlib.suppress(NotRunning, RemoteProtocolError):
+            while True:
+                await self.receive()
+
+
+class ControlServer:
+    """Listens on ``path`` for the command line of this user."""
+
+    def __init__(self, path: Path, operator: Operator) -> None:
+        self._path = path
+        self._operator = operator
+        self._slots = trio.CapacityLimiter(CONNECTIONS_MAX)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. The home's lock guarantees that no other daemon uses the path."""
+        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with listener:
+            self._path.unlink(missing_ok=True)
+            await listener.bind(str(self._path))
+            self._path.chmod(0o600)
+            listener.listen(CONNECTIONS_MAX)
+            task_status.started()
+            try:
+                await trio.serve_listeners(self._serve, [trio.SocketListener(listener)])
+            finally:
+                self._path.unlink(missing_ok=True)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        credentials = stream.socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+        )
+        _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+        if user not in (os.geteuid(), 0):
+            log.warning("control_refused", user=user)
+            await stream.aclose()
+            return
+        async with stream, self._slots:
+            connection = LocalConnection(stream)
+            # A client that goes away needs no answer, and one that talks nonsense gets one if it can.
+            with contextlib.suppress(NotRunning):
+                await self._answer(connection)
+
+    async def _answer(self, connection: LocalConnection) -> None:
+        try:
+            with trio.move_on_after(REQUEST_TIMEOUT_S) as waiting:
+                request = await connection.receive()
+            if waiting.cancelled_caught:
+                return
+            match request:
+                case StatusRequest():
+                    await connection.send(StatusReply(await self._operator.status_document()))
+                case GenerateRequest():
+                    await self._generate(connection, request)
+                case StopRequest():
+                    await connection.send(StopReply())
+                    self._operator.stop()
+                    await connection.wait_closed()
+                case _:
+                    raise RemoteProtocolError(f"{request.kind} is not a request", "unexpected_message")
+        except RemoteProtocolError as error:
+            await connection.send(Refusal(error.code, as_sentence(str(error))))
+
+    async def _generate(self, connection: LocalConnection, request: GenerateRequest) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def cancel_when_closed() -> None:
+                await connection.wait_closed()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(cancel_when_closed)
+            try:
+                end = await self._operator.generate(request, connection.send)
+            except NotRunning:
+                pass  # the client went away while a token was being sent
+            except KvasirError as error:
+                await connection.send(Refusal(error.code, as_sentence(str(error))))
+            else:
+                await connection.send(end)
+            nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def connect_daemon(path: Path) -> AsyncIterator[LocalConnection]:
+    """A connection to the daemon whose control socket is at ``path``; `NotRunning` when nobody listens."""
+    try:
+        stream = await trio.open_unix_socket(str(path))
+    except OSError:
+        raise NotRunning(f"no daemon runs in this home (nobody listens on {path})") from None
+    async with stream:
+        yield LocalConnection(stream)
+
+
+async def request_status(path: Path) -> str:
+    """The running daemon's status document, as JSON. Raises `NotRunning` or `EngineFailed`."""
+    async with connect_daemon(path) as connection:
+        with trio.move_on_after(REQUEST_TIMEOUT_S):
+            await connection.send(StatusRequest())
+            reply = await connection.receive()
+            if isinstance(reply, StatusReply):
+                return reply.document
+            raise EngineFailed(f"the daemon answered {reply.kind} to a request for its status")
+    raise EngineFailed(f"the daemon did not answer within {REQUEST_TIMEOUT_S:g} s")
+
+
+async def request_stop(path: Path, timeout_s: float) -> None:
+    """Ask the daemon to stop and wait until it has. Raises `NotRunning`, or `EngineFailed` when it takes longer."""
+    async with connect_daemon(path) as connection:
+        with trio.move_on_after(timeout_s):
+            await connection.send(StopRequest())
+            await connection.receive()
+            await connection.wait_closed()
+            return
+    raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")

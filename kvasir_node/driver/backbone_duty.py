@@ -1,0 +1,544 @@
+"""The backbone's duty in the control process: members in, plan out, holders connected, sessions run.
+
+It owns the roster, issues signed plans under its term proof, hands every holder's address and certificate to
+the backbone engine, renews the engine's lease, and puts clients' sessions through. Which expert runs where is
+the plan's decision (`kvasir_proto.placement`); rows never pass here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_node.driver.conversation import ask, hear, refuse, tell
+from kvasir_node.driver.roster import HEARTBEAT_INTERVAL_MS, Roster
+from kvasir_node.engine.certificate import verify_engine_certificate
+from kvasir_node.model.store import StoredModel
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host
+from kvasir_node.supervisor import restart_delay_s
+from kvasir_node.swarm_files import Founding
+from kvasir_node.telemetry import get_logger
+from kvasir_proto import PROTOCOL_VERSION
+from kvasir_proto.capability import open_record
+from kvasir_proto.errors import (
+    EngineFailed,
+    KvasirError,
+    NotReady,
+    RemoteProtocolError,
+    TransportUnavailable,
+)
+from kvasir_proto.ids import NodeId, SessionId
+from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.messages.engine import (
+    CancelSession,
+    ConnectHolder,
+    Generate,
+    HolderConnected,
+    HolderLost,
+    LoadTrunk,
+    RemoveHolder,
+    SessionEnded,
+    SetLease,
+    TokenEmitted,
+    TrunkLoaded,
+)
+from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.messages.swarm import (
+    DataGrant,
+    DataRequest,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    PlanAccept,
+    PlanOffer,
+    Welcome,
+)
+from kvasir_proto.placement.plan import Plan, make_plan
+from kvasir_proto.signing import sign_message
+
+log = get_logger()
+
+LOAD_TIMEOUT_S: Final = 900.0
+"""For a worker to read and verify its shard, or the engine its backbone file."""
+
+CONNECT_TIMEOUT_S: Final = 30.0
+LEASE_NS: Final = 1_500_000_000
+"""LAN preset. The engine is told nine tenths of it: it stops before anybody could elect another."""
+
+LEASE_RENEWAL_S: Final = 0.4
+SESSIONS_WAITING_MAX: Final = 8
+SESSION_TIMEOUT_MS: Final = 3_600_000
+_MEMBER_SILENCE_S: Final = 10.0
+_RETRY_DELAY_MAX_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneSettings:
+    """What the configuration says about this duty."""
+
+    workers_min: int
+    holders: int | None
+    n_ctx: int
+    n_ubatch: int
+    n_threads: int
+
+
+@dataclass(slots=True)
+class _Session:
+    tokens: trio.MemorySendChannel[TokenEmitted]
+    ended: trio.Event = field(default_factory=trio.Event)
+    outcome: SessionEnded | None = None
+
+
+class BackboneDuty:
+    """This node as backbone of the term that ``founding`` proves. `run` until cancelled."""
+
+    def __init__(
+        self,
+        *,
+        node_key: Ed25519PrivateKey,
+        founding: Founding,
+        model: StoredModel,
+        host: Host,
+        start_engine: EngineStarter,
+        next_generation: Callable[[], int],
+        settings: BackboneSettings,
+        now: Callable[[], Instant],
+        wall_time: Callable[[], WallTime],
+    ) -> None:
+        self._node_key = node_key
+        self._founding = founding
+        self._model = model
+        self._host = host
+        self._start_engine = start_engine
+        self._next_generation = next_generation
+        self._settings = settings
+        self._now = now
+        self._wall_time = wall_time
+        self._roster = Roster()
+        self._plan: Plan | None = None
+        self._signed_plan = b""
+        self._engine: EnginePort | None = None
+        self._trunk: TrunkLoaded | None = None
+        self._sessions: dict[SessionId, _Session] = {}
+        self._holder_events: dict[NodeId, trio.Event] = {}
+        self._changed = trio.Event()
+        self._last_error = ""
+        self._rows_retried_total = 0
+
+    # -- from other nodes --------------------------------------------------------------------------
+
+    async def serve_stream(self, node_id: NodeId, stream: ControlStream) -> None:
+        """Answer a node that opened a control stream; returns when the conversation is over."""
+        joined = False
+        try:
+            hello = await hear(stream)
+            if not isinstance(hello, Hello):
+                raise RemoteProtocolError("a conversation starts with hello", "unexpected_message")
+            if PROTOCOL_VERSION not in hello.versions:
+                raise RemoteProtocolError(
+                    f"this swarm speaks version {PROTOCOL_VERSION}, you {list(hello.versions)}",
+                    "incompatible_version",
+                )
+            founding = self._founding
+            await tell(stream, Welcome(PROTOCOL_VERSION, founding.signed_manifest, founding.proof))
+            while True:
+                message = await hear(stream, _MEMBER_SILENCE_S)
+                match message:
+                    case Join():
+                        self._join(node_id, message)
+                        joined = True
+                        await tell(
+                            stream, Joined(founding.term.epoch, founding.term.term, HEARTBEAT_INTERVAL_MS)
+                        )
+                    case Heartbeat():
+                        self._roster.heartbeat(node_id, self._now())
+                        await tell(stream, HeartbeatReply(founding.term.epoch, founding.term.term))
+                    case Leave():
+                        self._roster.leave(node_id, message.reason)
+                        log.info("member_left", node=node_id, reason=message.reason)
+                        await self._remove_holder(node_id, "it left")
+                        self._note_change()
+                        return
+                    case _:
+                        raise RemoteProtocolError(f"{message.kind} is not for a backbone", "unexpected_message")
+        except RemoteProtocolError as error:
+            log.info("conversation_refused", node=node_id, code=error.code, reason=str(error))
+            await refuse(stream, error)
+        except TransportUnavailable as error:
+            if joined:
+                log.info("member_silent", node=node_id, reason=str(error))
+
+    def _join(self, node_id: NodeId, message: Join) -> None:
+        record = open_record(message.record, self._founding.swarm.digest, self._wall_time())
+        if record.node_id != node_id:
+            raise RemoteProtocolError("a node joins with its own record", "wrong_node")
+        self._roster.join(record, self._now())
+        log.info("member_joined", node=node_id, backend=record.backend)
+        self._wake_holder(node_id)
+        self._note_change()
+
+    # -- from clients ------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: GenerateRequest, emit: Callable[[TokenEmitted], Awaitable[None]]
+    ) -> SessionEnded:
+        """Run one session; ``emit`` gets each token. If cancelled, the session is cancelled too.
+
+        Raises `NotReady` when some expert has no holder, or too many sessions wait.
+        """
+        state, reason = self.state()
+        engine = self._engine
+        if state not in ("ready", "degraded") or engine is None:
+            raise NotReady(f"the swarm is {state}: {reason}")
+        if len(self._sessions) >= SESSIONS_WAITING_MAX:
+            raise NotReady(f"{SESSIONS_WAITING_MAX} sessions are waiting already")
+        session_id = SessionId(secrets.token_bytes(16))
+        tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](1024)
+        session = _Session(tokens_in)
+        self._sessions[session_id] = session
+        try:
+            await engine.send(
+                Generate(
+                    session_id,
+                    request.prompt,
+                    request.token_ids,
+                    request.n_tokens,
+                    request.seed,
+                    request.temperature,
+                    request.top_k,
+                    request.top_p,
+                    request.min_p,
+                    SESSION_TIMEOUT_MS,
+                )
+            )
+            async for token in tokens_out:
+                await emit(token)
+        except BaseException:
+            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                if not engine.has_ended:
+                    await engine.send(CancelSession(session_id))
+            raise
+        finally:
+            del self._sessions[session_id]
+            self._note_change()
+        if session.outcome is None:
+            raise EngineFailed("the backbone engine ended during the session")
+        self._rows_retried_total += session.outcome.rows_retried
+        if session.outcome.reason == "failed":
+            self._last_error = session.outcome.detail
+        return session.outcome
+
+    # -- what is going on --------------------------------------------------------------------------
+
+    def state(self) -> tuple[str, str]:
+        """One word and its reason: starting, joining, ready or degraded."""
+        if self._engine is None or self._trunk is None:
+            return "starting", self._last_error or "the backbone engine is loading"
+        if self._plan is None:
+            have, need = len(self._roster.active()), self._settings.workers_min
+            return "joining", f"{have} of {need} workers have joined"
+        coverage = self._plan.coverage(self._roster.serving())
+        if coverage.n_pairs_held < coverage.n_pairs:
+            return "joining", f"{coverage.n_pairs_held} of {coverage.n_pairs} experts have a holder"
+        planned = self._plan.coverage().holders_min
+        if coverage.holders_min < planned:
+            return "degraded", f"some expert has {coverage.holders_min} of {planned} planned holders"
+        return "ready", ""
+
+    def report(self) -> dict[str, Any]:
+        """This duty's part of the status document."""
+        term = self._founding.term
+        plan = self._plan
+        coverage = plan.coverage(self._roster.serving()) if plan else None
+        now = self._now()
+        return {
+            "epoch": term.epoch,
+            "term": term.term,
+            "backbone": term.backbone,
+            "ranks": ["backbone"],
+            "swarm": self._founding.swarm.digest.hex(),
+            "model": model_report(self._model),
+            "plan": {
+                "revision": plan.revision if plan else 0,
+                "coverage": coverage.n_pairs_held / coverage.n_pairs if coverage else 0.0,
+                "holders_min": coverage.holders_min if coverage else 0,
+            },
+            "members": [
+                {
+                    "node_id": member.node_id,
+                    "state": member.state,
+                    "reason": member.reason,
+                    "backend": member.record.backend,
+                    "device": member.record.device,
+                    "accumulation": member.record.accumulation,
+                    "memory_bytes": member.record.memory_bytes,
+                    "ranks": ["output", "bulk"] if plan and len(plan.shard_of(member.node_id)) else [],
+                    "shards": len(plan.shard_of(member.node_id)) if plan else 0,
+                    "last_seen_s": round((now - member.last_seen) / 1e9, 3),
+                }
+                for member in self._roster
+            ],
+            "engine": engine_report(self._engine),
+            "sessions": len(self._sessions),
+            "rows_retried_total": self._rows_retried_total,
+            "last_error": self._last_error,
+        }
+
+    async def engine_statistics(self) -> str:
+        """The engine's counters as JSON. Raises `EngineFailed` when there is no engine."""
+        if self._engine is None:
+            raise EngineFailed("the backbone engine is not running")
+        return await self._engine.statistics_json()
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep an engine running and the plan served, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_members)
+            failures = 0
+            while True:
+                started = self._now()
+                try:
+                    await self._run_engine()
+                except KvasirError as error:
+                    self._last_error = str(error)
+                    log.error("engine_failed", role="backbone", reason=str(error))
+                failures = 1 if self._now() - started > 60 * 10**9 else failures + 1
+                await trio.sleep(restart_delay_s(failures))
+
+    async def _run_engine(self) -> None:
+        """One engine's life; returns or raises when it is over."""
+        async with open_unwrapping_nursery() as nursery:
+            engine = await self._start_engine(nursery, "backbone", self._next_generation())
+            try:
+                request = LoadTrunk(
+                    request=engine.next_request(),
+                    backbone_path=str(self._model.backbone_path),
+                    manifest_path=str(self._model.manifest_path),
+                    n_ctx=self._settings.n_ctx,
+                    n_ubatch=self._settings.n_ubatch,
+                    n_batch=self._settings.n_ctx,
+                    threads=self._settings.n_threads,
+                    hooked=True,
+                    kv_type="f16",
+                    n_seq=1,
+                )
+                self._trunk = await engine.exchange(request, TrunkLoaded, LOAD_TIMEOUT_S)
+                self._engine = engine
+                nursery.start_soon(self._renew_lease, engine)
+                nursery.start_soon(self._serve_plan, engine)
+                self._note_change()
+                await self._handle_events(engine)
+                reason = await engine.wait_ended()
+                raise EngineFailed(f"the backbone engine ended: {reason}")
+            finally:
+                self._engine = self._trunk = None
+                for session in self._sessions.values():
+                    session.tokens.close()
+                for member in self._roster.serving():
+                    self._roster.set_state(member, "joined")
+                await engine.close()
+                nursery.cancel_scope.cancel()
+
+    async def _renew_lease(self, engine: EnginePort) -> None:
+        """A founder is its own electorate: as long as this process runs, it grants itself the next lease."""
+        term = self._founding.term
+        while True:
+            await engine.send(SetLease(term.epoch, term.term, self._now() + LEASE_NS * 9 // 10))
+            await trio.sleep(LEASE_RENEWAL_S)
+
+    async def _handle_events(self, engine: EnginePort) -> None:
+        async for event in engine.events:
+            match event:
+                case TokenEmitted():
+                    session = self._sessions.get(event.session)
+                    if session is not None:
+                        await session.tokens.send(event)
+                case SessionEnded():
+                    session = self._sessions.get(event.session)
+                    if session is not None:
+                        session.outcome = event
+                        session.tokens.close()
+                case HolderLost():
+                    self._roster.holder_lost(event.node_id, event.code, event.reason)
+                    self._last_error = f"{event.node_id} lost: {event.code}: {event.reason}"
+                    log.warning("holder_lost", node=event.node_id, code=event.code, reason=event.reason)
+                    self._wake_holder(event.node_id)
+                    self._note_change()
+                case _:
+                    log.warning("engine_message_unexpected", kind=event.kind)
+
+    async def _watch_members(self) -> None:
+        while True:
+            await trio.sleep(1.0)
+            for node_id in self._roster.expire(self._now()):
+                log.warning("member_lost", node=node_id, reason="no heartbeat")
+                await self._remove_holder(node_id, "no heartbeat")
+                self._note_change()
+            if self._plan is not None and self._is_plan_outdated():
+                self._note_change()
+
+    async def _remove_holder(self, node_id: NodeId, reason: str) -> None:
+        self._wake_holder(node_id)
+        if self._engine is not None:
+            with contextlib.suppress(EngineFailed):  # an engine that ended dispatches nothing anyway
+                await self._engine.send(RemoveHolder(node_id, reason))
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    async def _serve_plan(self, engine: EnginePort) -> None:
+        """Issue a plan when one is due, and keep its holders connected until the next one."""
+        while True:
+            if self._plan is None or self._is_plan_outdated():
+                if len(self._roster.active()) < (self._settings.workers_min if self._plan is None else 1):
+                    await self._wait_change()
+                    continue
+                self._issue_plan()
+            plan = self._plan
+            assert plan is not None
+            async with open_unwrapping_nursery() as nursery:
+                for node_id in plan.nodes:
+                    nursery.start_soon(self._keep_holder, engine, plan, node_id)
+                while not self._is_plan_outdated():
+                    await self._wait_change()
+                nursery.cancel_scope.cancel()
+
+    def _is_plan_outdated(self) -> bool:
+        """Whether the members have changed in a way that needs a new plan now.
+
+        Never while a session runs. A newcomer is taken in; a member that is gone costs a new plan only when
+        it left experts uncovered and does not come back.
+        """
+        plan = self._plan
+        if plan is None or self._sessions:
+            return False
+        active = self._roster.active()
+        if any(node_id not in plan.nodes for node_id in active):
+            return True
+        remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
+        uncovered = plan.coverage(remaining).n_pairs_held < plan.coverage().n_pairs
+        return uncovered and bool(active)
+
+    def _issue_plan(self) -> None:
+        term = self._founding.term
+        manifest = self._model.manifest
+        workers = self._roster.active()
+        holders = self._settings.holders
+        self._plan = make_plan(
+            manifest.moe_layers,
+            manifest.n_expert,
+            workers,
+            epoch=term.epoch,
+            term=term.term,
+            revision=self._plan.revision + 1 if self._plan else 1,
+            holders=min(holders, len(workers)) if holders is not None else None,
+        )
+        self._signed_plan = sign_message(self._node_key, self._founding.swarm.digest, self._plan)
+        log.info("plan_issued", revision=self._plan.revision, workers=len(workers))
+
+    async def _keep_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
+        """Bring one member to serving, and back to it whenever its connection is lost."""
+        failures = 0
+        while True:
+            member = self._roster.get(node_id)
+            if member is None or not member.is_active:
+                await self._wait_holder(node_id)
+                continue
+            try:
+                await self._connect_holder(engine, plan, node_id)
+                failures = 0
+                await self._wait_holder(node_id)
+            except (RemoteProtocolError, TransportUnavailable, EngineFailed) as error:
+                if engine.has_ended:
+                    return
+                failures += 1
+                self._roster.set_state(node_id, "unreachable", str(error))
+                log.warning("holder_not_connected", node=node_id, reason=str(error))
+                with trio.move_on_after(min(0.5 * 2.0**failures, _RETRY_DELAY_MAX_S)):
+                    await self._wait_holder(node_id)
+
+    async def _connect_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
+        swarm_digest, proof = self._founding.swarm.digest, self._founding.proof
+        shard = plan.shard_of(node_id)
+        self._roster.set_state(node_id, "loading", "it loads its shard")
+        stream = await self._host.open_stream(node_id)
+        try:
+            accept = await ask(stream, PlanOffer(self._signed_plan, proof), PlanAccept, LOAD_TIMEOUT_S)
+            if accept.shard_digest != shard.digest() or accept.revision != plan.revision:
+                raise RemoteProtocolError("it accepted another shard than was offered", "wrong_shard")
+            grant = await ask(
+                stream, DataRequest(engine.certificate, "backbone", proof), DataGrant, CONNECT_TIMEOUT_S
+            )
+        finally:
+            await stream.close()
+        verify_engine_certificate(grant.engine_certificate, swarm_digest, node_id, "worker")
+        request = ConnectHolder(
+            node_id=node_id,
+            host=grant.host,
+            port=grant.port,
+            token=grant.token,
+            certificate=grant.engine_certificate,
+            shard=shard.encode(),
+            primary=plan.primary_shard_of(node_id).encode(),
+            proof=proof,
+        )
+        self._holder_events.pop(node_id, None)
+        reply = await engine.exchange(
+            request,
+            (HolderConnected, HolderLost),
+            CONNECT_TIMEOUT_S,
+            where=lambda each: each.node_id == node_id,
+        )
+        if isinstance(reply, HolderLost):
+            raise RemoteProtocolError(reply.reason, reply.code)
+        self._roster.set_state(node_id, "serving")
+        log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))
+        self._note_change()
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _wait_change(self) -> None:
+        await self._changed.wait()
+
+    def _wake_holder(self, node_id: NodeId) -> None:
+        self._holder_events.setdefault(node_id, trio.Event()).set()
+
+    async def _wait_holder(self, node_id: NodeId) -> None:
+        """Wait until something happened to this member's connection or membership."""
+        await self._holder_events.setdefault(node_id, trio.Event()).wait()
+        self._holder_events.pop(node_id, None)
+
+
+def model_report(model: StoredModel) -> dict[str, Any]:
+    """What status and demo say about a model."""
+    manifest = model.manifest
+    return {
+        "name": model.name,
+        "digest": model.digest,
+        "arch": manifest.architecture,
+        "n_layer": manifest.n_layer,
+        "n_moe_layer": len(manifest.moe_layers),
+        "n_expert": manifest.n_expert,
+        "n_expert_used": manifest.n_expert_used,
+    }
+
+
+def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:
+    """What status says about an engine process."""
+    return None if engine is None else {"pid": engine.pid, "backend": engine.backend}

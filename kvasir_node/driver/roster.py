@@ -1,0 +1,131 @@
+"""The members that a backbone knows, and what each is good for now.
+
+A plain table with rules about state, apart from all I/O, so that what a heartbeat, a lost connection or a
+faulty row means can be read and tested in one place. SWIM takes its place behind the same questions later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId
+from kvasir_proto.instants import Duration, Instant, after, between, seconds
+from kvasir_proto.limits import WORKERS_MAX
+
+MemberState: TypeAlias = Literal["joined", "loading", "serving", "unreachable", "lost", "quarantined", "left"]
+
+HEARTBEAT_INTERVAL_MS: Final = 1000
+LOST_AFTER: Final[Duration] = seconds(5)
+"""Silence after which a member counts as lost."""
+
+FORGOTTEN_AFTER: Final[Duration] = seconds(15)
+"""Silence after which its experts are given to others, if they are covered by nobody else."""
+
+FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "unexpected_reply"})
+"""Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One member as its backbone sees it; ``reason`` says why the state is not the best one."""
+
+    node_id: NodeId
+    record: CapabilityRecord
+    state: MemberState
+    reason: str
+    last_seen: Instant
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it may be given experts."""
+        return self.state not in ("lost", "quarantined", "left")
+
+
+class Roster:
+    """Members by node id. Every method takes the time; none reads a clock."""
+
+    def __init__(self) -> None:
+        self._members: dict[NodeId, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([self._members[node_id] for node_id in sorted(self._members)])
+
+    def get(self, node_id: NodeId) -> Member | None:
+        """The member with this id, if it ever joined."""
+        return self._members.get(node_id)
+
+    def join(self, record: CapabilityRecord, now: Instant) -> Member:
+        """Take in a member, or its newer record.
+
+        Raises `RemoteProtocolError`: ``stale_record`` for one that is not newer than what we have, ``full``,
+        or ``quarantined`` for a member that has computed wrong rows here.
+        """
+        known = self._members.get(record.node_id)
+        if known is None:
+            if len(self._members) >= WORKERS_MAX:
+                raise RemoteProtocolError(f"the swarm has {WORKERS_MAX} members", "full")
+            known = Member(record.node_id, record, "joined", "", now)
+            self._members[record.node_id] = known
+            return known
+        if record.sequence <= known.record.sequence:
+            raise RemoteProtocolError("a newer record of this node is known", "stale_record")
+        if known.state == "quarantined":
+            raise RemoteProtocolError(f"quarantined: {known.reason}", "quarantined")
+        known.record, known.last_seen = record, now
+        if known.state in ("lost", "left"):
+            known.state, known.reason = "joined", ""
+        return known
+
+    def heartbeat(self, node_id: NodeId, now: Instant) -> None:
+        """A member is alive. Raises `RemoteProtocolError` (``unknown_member``) for one that must join first."""
+        member = self._members.get(node_id)
+        if member is None or not member.is_active:
+            raise RemoteProtocolError("join first", "unknown_member")
+        member.last_seen = now
+
+    def leave(self, node_id: NodeId, reason: str) -> None:
+        """A member goes on purpose."""
+        member = self._members.get(node_id)
+        if member is not None and member.state != "quarantined":
+            member.state, member.reason = "left", reason
+
+    def set_state(self, node_id: NodeId, state: MemberState, reason: str = "") -> None:
+        """Note how far a member's shard and connection are; a quarantine is never lifted by this."""
+        member = self._members.get(node_id)
+        if member is not None and member.is_active:
+            member.state, member.reason = state, reason
+
+    def holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
+        """A data connection broke: quarantine a member that computed wrongly, else try again later."""
+        state: MemberState = "quarantined" if code in FAULTY_CODES else "unreachable"
+        self.set_state(node_id, state, f"{code}: {reason}")
+
+    def expire(self, now: Instant) -> list[NodeId]:
+        """Mark members that have been silent too long as lost; their ids."""
+        silent = [
+            member
+            for member in self
+            if member.is_active and between(member.last_seen, now) > LOST_AFTER
+        ]
+        for member in silent:
+            member.state, member.reason = "lost", "no heartbeat"
+        return [member.node_id for member in silent]
+
+    def active(self) -> list[NodeId]:
+        """Members that may be given experts, in the order of their ids."""
+        return [member.node_id for member in self if member.is_active]
+
+    def serving(self) -> list[NodeId]:
+        """Members whose shard is loaded and connected."""
+        return [member.node_id for member in self if member.state == "serving"]
+
+    def is_forgotten(self, node_id: NodeId, now: Instant) -> bool:
+        """Whether a member has been gone so long, or for good, that others should take its experts."""
+        member = self._members.get(node_id)
+        if member is None or member.state in ("quarantined", "left"):
+            return True
+        return member.state == "lost" and now > after(member.last_seen, FORGOTTEN_AFTER)

@@ -1,0 +1,108 @@
+"""The engine process: ``python -m kvasir_node.engine --role ROLE --control-fd FD --directory DIR``.
+
+Control starts it with one end of a socket pair and is the only one to talk to it there; the end of that
+stream ends the process at once, so an engine cannot outlive its node. An abort inside ggml costs this
+process and never the node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from kvasir_node import native_library
+from kvasir_node.engine.certificate import EngineKey
+from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.tls import EngineCredentials
+from kvasir_node.telemetry import bind_process, configure_telemetry
+from kvasir_node.telemetry import get_logger
+from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.messages.engine import (
+    EngineCertificate,
+    EngineFault,
+    EngineHello,
+    EngineIdentity,
+    EngineMessage,
+    Shutdown,
+)
+
+
+class RoleEngine(Protocol):
+    """What an engine does in its role."""
+
+    def handle(self, message: EngineMessage) -> None:
+        """Act on one message from control."""
+
+    def close(self) -> None:
+        """End in good order, within a bounded time."""
+
+
+def _make_role_engine(role: str, channel: ControlChannel, credentials: EngineCredentials) -> RoleEngine:
+    # Each role imports what only it needs: a worker has no use for llama.cpp's context, nor its memory.
+    if role == "worker":
+        from kvasir_node.worker.engine import WorkerEngine
+
+        return WorkerEngine(channel, credentials)
+    from kvasir_node.backbone.engine import BackboneEngine
+
+    return BackboneEngine(channel, credentials)
+
+
+def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
+    native_library.self_check()
+    key = EngineKey.generate()
+    channel.send(EngineHello(key.public_der, os.getpid(), native_library.load().abi, "ggml-cpu"))
+    identity = channel.receive()
+    if identity is None:
+        return
+    if not isinstance(identity, EngineIdentity):
+        raise LocalProtocolError("control must say first who its engine is")
+    certificate = key.certificate(identity.binding)
+    credentials = EngineCredentials(certificate.public_bytes(Encoding.PEM), key.private_pem, directory)
+    engine = _make_role_engine(role, channel, credentials)
+    channel.send(EngineCertificate(certificate.public_bytes(Encoding.DER)))
+    try:
+        while (message := channel.receive()) is not None and not isinstance(message, Shutdown):
+            try:
+                engine.handle(message)
+            except ProtocolError as error:
+                channel.send(EngineFault(None, "protocol", as_sentence(str(error)), 1))
+    finally:
+        engine.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Run an engine until control ends it; the exit status is the error's own."""
+    parser = argparse.ArgumentParser(prog="python -m kvasir_node.engine")
+    parser.add_argument("--role", choices=("backbone", "worker"), required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    parser.add_argument("--log-format", choices=("console", "json"), default="console")
+    options = parser.parse_args(arguments)
+    # Ctrl-C goes to the whole terminal group; control decides what it means and ends its engines itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_telemetry(options.log_level, options.log_format, os.environ)
+    bind_process(role=options.role)
+    channel = ControlChannel(socket.socket(fileno=options.control_fd))
+    try:
+        _serve(options.role, channel, options.directory)
+    except KvasirError as error:
+        channel.send(EngineFault(None, "engine_unusable", as_sentence(str(error)), error.exit_code))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # Threads may still sit in llama.cpp or in a socket; nothing of theirs is worth waiting for.
+    sys.stderr.flush()
+    os._exit(status)

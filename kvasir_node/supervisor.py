@@ -1,0 +1,280 @@
+"""Engine processes as control sees them: started, spoken to, noticed when they die, restarted with patience.
+
+An engine is a child joined by a socket pair; an abort inside ggml or a hostile file costs the engine and never
+the node. This module knows processes and messages. What an engine is told, and what its death means for the
+swarm, is decided by its duty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_node.telemetry import LogFormat, LogLevel, get_logger
+from kvasir_proto.certificate import bind_engine
+from kvasir_proto.codec import decode, encode
+from kvasir_proto.errors import (
+    EngineFailed,
+    IncompatibleVersion,
+    KvasirError,
+    ModelUnusable,
+    NoHolderLeft,
+    PortInUse,
+    RemoteProtocolError,
+)
+from kvasir_proto.framing import FrameReader, frame
+from kvasir_proto.ids import SwarmDigest, node_id_of
+from kvasir_proto.limits import Role
+from kvasir_proto.messages.engine import (
+    ENGINE,
+    EngineCertificate,
+    EngineFault,
+    EngineHello,
+    EngineIdentity,
+    EngineMessage,
+    EngineStatistics,
+    QueryStatistics,
+    Shutdown,
+)
+
+log = get_logger()
+
+START_TIMEOUT_S: Final = 60.0
+"""From fork to certificate; imports take about a second on a desktop, more on a phone under load."""
+
+STOP_TIMEOUT_S: Final = 6.0
+"""How long an engine may take to end in good order before it is killed."""
+
+EVENTS_WAITING_MAX: Final = 1024
+_READ_BYTES: Final = 64 * 1024
+_RESTART_DELAY_FIRST_S: Final = 1.0
+_RESTART_DELAY_MAX_S: Final = 60.0
+_ERROR_OF_EXIT_CODE: Final[dict[int, type[KvasirError]]] = {
+    PortInUse.exit_code: PortInUse,
+    ModelUnusable.exit_code: ModelUnusable,
+    IncompatibleVersion.exit_code: IncompatibleVersion,
+}
+
+ReplyT = TypeVar("ReplyT")
+
+
+def restart_delay_s(failures_in_a_row: int) -> float:
+    """Seconds to wait before the next start: doubling from 1 s to a minute."""
+    return float(min(_RESTART_DELAY_FIRST_S * 2.0 ** max(0, failures_in_a_row - 1), _RESTART_DELAY_MAX_S))
+
+
+def error_of_fault(fault: EngineFault) -> KvasirError:
+    """The exception that an engine's fault stands for on this side of the socket pair."""
+    if fault.code == "no_holder_left":
+        return NoHolderLeft(fault.detail)
+    return _ERROR_OF_EXIT_CODE.get(fault.exit_code, EngineFailed)(fault.detail)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    matches: Callable[[EngineMessage], bool]
+    arrived: trio.Event
+    reply: EngineMessage | None = None
+
+
+class Engine:
+    """One running engine process. Made by `open_engine`; used from one trio nursery."""
+
+    def __init__(self, role: Role, process: trio.Process, stream: trio.SocketStream) -> None:
+        self.role = role
+        self.pid = process.pid
+        self.backend = ""
+        self.certificate = b""
+        self._process = process
+        self._stream = stream
+        self._send_lock = trio.Lock()
+        self._requests = itertools.count(1)
+        self._waiters: list[_Waiter] = []
+        self._ended = trio.Event()
+        self._end_reason = "the engine has ended"
+        self._events_in, self.events = trio.open_memory_channel[EngineMessage](EVENTS_WAITING_MAX)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone or its channel is closed."""
+        return self._ended.is_set()
+
+    def next_request(self) -> int:
+        """A request number that no other message to this engine has."""
+        return next(self._requests)
+
+    async def send(self, message: EngineMessage) -> None:
+        """Send one message. Raises `EngineFailed` when the engine has ended."""
+        data = frame(encode(message), ENGINE.size_bytes_max)
+        async with self._send_lock:
+            try:
+                await self._stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise EngineFailed(self._end_reason) from None
+
+    async def exchange(
+        self,
+        message: EngineMessage | None,
+        reply_type: type[ReplyT] | tuple[type[ReplyT], ...],
+        timeout_s: float,
+        *,
+        where: Callable[[ReplyT], bool] = lambda _: True,
+    ) -> ReplyT:
+        """Send ``message`` and wait for a reply of that type, or of one of those, for which ``where`` holds.
+
+        A fault that names the same request, or none, ends the wait. Raises that fault's error, or
+        `EngineFailed` when the engine ends or ``timeout_s`` passes.
+        """
+        request = getattr(message, "request", None)
+
+        def matches(candidate: EngineMessage) -> bool:
+            if isinstance(candidate, EngineFault):
+                return candidate.request is None or candidate.request == request
+            return (
+                isinstance(candidate, reply_type)
+                and (request is None or getattr(candidate, "request", request) == request)
+                and where(candidate)
+            )
+
+        waiter = _Waiter(matches, trio.Event())
+        self._waiters.append(waiter)
+        try:
+            if message is not None:
+                await self.send(message)
+            with trio.move_on_after(timeout_s):
+                await waiter.arrived.wait()
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        reply = waiter.reply
+        if isinstance(reply, EngineFault):
+            raise error_of_fault(reply)
+        if reply is None:
+            reason = self._end_reason if self.has_ended else f"no answer in {timeout_s:g} s"
+            raise EngineFailed(f"{self.role} engine: {reason}")
+        assert isinstance(reply, reply_type)
+        return reply
+
+    async def statistics_json(self, timeout_s: float = 5.0) -> str:
+        """The engine's counters as one JSON object."""
+        reply = await self.exchange(QueryStatistics(self.next_request()), EngineStatistics, timeout_s)
+        return reply.values_json
+
+    async def wait_ended(self) -> str:
+        """Wait until the engine is gone; why, in a few words."""
+        await self._ended.wait()
+        return self._end_reason
+
+    async def _receive_all(self) -> None:
+        """Hand each message to the exchange that waits for it, or to `events`; return at the end."""
+        reader = FrameReader(ENGINE.size_bytes_max)
+        try:
+            while data := await self._stream.receive_some(_READ_BYTES):
+                for body in reader.feed(data):
+                    await self._hand_over(decode(body, ENGINE))
+        except RemoteProtocolError as error:
+            self._end_reason = f"the engine broke the protocol: {error}"
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+
+    async def _hand_over(self, message: EngineMessage) -> None:
+        for waiter in self._waiters:
+            if waiter.reply is None and waiter.matches(message):
+                waiter.reply = message
+                waiter.arrived.set()
+                return
+        await self._events_in.send(message)
+
+    async def close(self) -> None:
+        """End the engine in good order, or kill it; returns within a bounded time."""
+        with trio.CancelScope(shield=True):
+            with contextlib.suppress(EngineFailed), trio.move_on_after(1.0):
+                await self.send(Shutdown())
+            with trio.move_on_after(STOP_TIMEOUT_S):
+                await self._process.wait()
+            self._process.kill()  # SIGKILL also ends a stopped process; nothing happens to one that has ended
+            await self._ended.wait()
+
+    async def _run(self) -> None:
+        """Live as long as the process; whatever ends this task ends the process too."""
+        try:
+            await self._receive_all()
+        finally:
+            with trio.CancelScope(shield=True):
+                with trio.move_on_after(STOP_TIMEOUT_S):
+                    await self._process.wait()
+                if self._process.returncode is None:
+                    self._process.kill()
+                    await self._process.wait()
+                await self._stream.aclose()
+            self._note_end(self._process.returncode or 0)
+
+    def _note_end(self, status: int) -> None:
+        if status < 0:
+            self._end_reason = f"killed by {signal.Signals(-status).name}"
+        elif status > 0:
+            self._end_reason = f"ended with status {status}"
+        self._ended.set()
+        for waiter in self._waiters:
+            waiter.arrived.set()
+        self._events_in.close()
+
+
+async def start_engine(
+    nursery: trio.Nursery,
+    role: Role,
+    *,
+    node_key: Ed25519PrivateKey,
+    swarm_digest: SwarmDigest,
+    generation: int,
+    directory: Path,
+    log_level: LogLevel = "warning",
+    log_format: LogFormat = "console",
+) -> Engine:
+    """Start an engine and vouch for its key; it lives at most as long as ``nursery``.
+
+    ``directory`` is private to this user; the engine passes its key through it. It logs to the same standard
+    error as this process. Raises `EngineFailed`, or what the engine's own start-up check found
+    (`IncompatibleVersion`).
+    """
+    ours, theirs = socket.socketpair()
+    command = [
+        *(sys.executable, "-m", "kvasir_node.engine"),
+        *("--role", role, "--control-fd", str(theirs.fileno()), "--directory", str(directory)),
+        *("--log-level", log_level, "--log-format", log_format),
+    ]
+    try:
+        process = await trio.lowlevel.open_process(
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    except OSError as error:
+        ours.close()
+        raise EngineFailed(f"an engine process could not be started: {error}") from error
+    finally:
+        theirs.close()
+    engine = Engine(role, process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
+    nursery.start_soon(engine._run)  # noqa: SLF001 - an engine runs from its start, in its starter's nursery
+    try:
+        hello = await engine.exchange(None, EngineHello, START_TIMEOUT_S)
+        engine.backend = hello.backend
+        binding = bind_engine(node_key, swarm_digest, hello.public_key, role, generation)
+        node_id = node_id_of(node_key.public_key().public_bytes_raw())
+        identity = EngineIdentity(node_id, role, generation, swarm_digest, binding)
+        reply = await engine.exchange(identity, EngineCertificate, START_TIMEOUT_S)
+    except BaseException:
+        await engine.close()
+        raise
+    engine.certificate = reply.certificate
+    log.info("engine_started", role=role, pid=engine.pid, generation=generation)
+    return engine

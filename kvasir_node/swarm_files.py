@@ -1,0 +1,188 @@
+"""What a node remembers of its swarm on disk: the manifest, its proof of the term, its fence, the recovery key.
+
+Every file appears whole or not at all and survives a power cut once written: a vote or a fence that could be
+forgotten is worth nothing. Files that hold keys can be read by this user only. It decides nothing about
+who may be backbone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
+from kvasir_proto.ids import ModelDigest, node_id_of
+from kvasir_proto.swarm_manifest import (
+    FoundedSwarm,
+    SwarmManifest,
+    Thresholds,
+    open_swarm_manifest,
+    sign_swarm_manifest,
+)
+from kvasir_proto.term_proof import (
+    FOUNDING_EPOCH,
+    FOUNDING_TERM,
+    ProvenTerm,
+    cast_vote,
+    founding_electorate,
+    make_term_proof,
+    verify_term_proof,
+)
+
+REFERENCE_CLASS: Final = "ggml-activations"
+"""The activation formats the swarm's kernels share: those that ggml's CPU backend rounds to."""
+
+_MANIFEST: Final = "swarm-manifest"
+_PROOF: Final = "term-proof"
+_FENCE: Final = "fence.json"
+_RECOVERY_KEY: Final = "recovery-key"
+_GENERATION: Final = "engine-generation"
+_FILE_BYTES_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Founding:
+    """A swarm as its founder holds it: the signed manifest and the proof that it is backbone in (0, 1)."""
+
+    swarm: FoundedSwarm
+    signed_manifest: bytes
+    term: ProvenTerm
+    proof: bytes
+
+
+class SwarmFiles:
+    """The swarm's files in one directory, which only this user can read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @property
+    def is_founder(self) -> bool:
+        """Whether a swarm was founded here."""
+        return (self._directory / _PROOF).exists()
+
+    def found(self, node_key: Ed25519PrivateKey, model_digest: bytes, model_name: str) -> Founding:
+        """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
+
+        The founder's own signed vote is the proof of (0, 1); it is on disk before anybody hears of it.
+        """
+        if self.is_founder:
+            raise ConfigurationInvalid(f"a swarm was founded here already: {self._directory}")
+        public_key = node_key.public_key().public_bytes_raw()
+        recovery_key = Ed25519PrivateKey.generate()
+        manifest = SwarmManifest(
+            model_digest=ModelDigest(model_digest),
+            model_name=model_name,
+            reference_class=REFERENCE_CLASS,
+            thresholds=Thresholds(),
+            admission="open",
+            founder_public_key=public_key,
+            recovery_public_key=recovery_key.public_key().public_bytes_raw(),
+        )
+        signed = sign_swarm_manifest(manifest, node_key)
+        swarm = open_swarm_manifest(signed)
+        term = ProvenTerm(FOUNDING_EPOCH, FOUNDING_TERM, node_id_of(public_key))
+        electorate = founding_electorate(public_key)
+        proof = make_term_proof(electorate, term, [cast_vote(node_key, swarm.digest, electorate, term)])
+        self._write(_RECOVERY_KEY, recovery_key.private_bytes_raw())
+        self._write(_MANIFEST, signed)
+        self._write(_PROOF, proof)
+        return Founding(swarm, signed, term, proof)
+
+    def load_founding(self, node_key: Ed25519PrivateKey) -> Founding:
+        """The swarm that was founded here. Raises `ConfigurationInvalid` when its files are damaged."""
+        signed, proof = self._read(_MANIFEST), self._read(_PROOF)
+        try:
+            swarm = open_swarm_manifest(signed)
+        except RemoteProtocolError as error:
+            raise ConfigurationInvalid(f"{self._directory / _MANIFEST} is damaged: {error}") from error
+        public_key = node_key.public_key().public_bytes_raw()
+        if swarm.manifest.founder_public_key != public_key:
+            raise ConfigurationInvalid(f"{self._directory} belongs to another identity")
+        try:
+            term = verify_term_proof(proof, swarm.digest, founding_electorate(public_key))
+        except RemoteProtocolError as error:
+            raise ConfigurationInvalid(f"{self._directory / _PROOF} is damaged: {error}") from error
+        return Founding(swarm, signed, term, proof)
+
+    def load_joined(self) -> FoundedSwarm | None:
+        """The swarm this node joined before, or None. Raises `ConfigurationInvalid` when damaged."""
+        if not (self._directory / _MANIFEST).exists():
+            return None
+        try:
+            return open_swarm_manifest(self._read(_MANIFEST))
+        except RemoteProtocolError as error:
+            raise ConfigurationInvalid(f"{self._directory / _MANIFEST} is damaged: {error}") from error
+
+    def save_joined(self, signed_manifest: bytes) -> None:
+        """Remember the swarm that was joined, so that this home is never taken into another one."""
+        self._write(_MANIFEST, signed_manifest)
+
+    def load(self) -> tuple[int, int]:
+        """The fence saved last, or (0, 0) (see `ports.FenceStore`)."""
+        path = self._directory / _FENCE
+        if not path.exists():
+            return (0, 0)
+        try:
+            fields = json.loads(self._read(_FENCE))
+            epoch, term = fields["epoch"], fields["term"]
+            if type(epoch) is not int or type(term) is not int or epoch < 0 or term < 0:
+                raise ValueError("not two counts")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
+        return epoch, term
+
+    def save(self, epoch: int, term: int) -> None:
+        """Persist a fence; refuses to go back."""
+        if (epoch, term) < self.load():
+            raise ConfigurationInvalid(f"the fence in {self._directory} cannot go back to ({epoch}, {term})")
+        self._write(_FENCE, json.dumps({"epoch": epoch, "term": term}).encode())
+
+    def next_generation(self) -> int:
+        """A number for the next engine, higher than any before on this home."""
+        try:
+            generation = int(self._read(_GENERATION)) + 1
+        except (ConfigurationInvalid, ValueError):
+            generation = 1
+        self._write(_GENERATION, str(generation).encode())
+        return generation
+
+    def _read(self, name: str) -> bytes:
+        path = self._directory / name
+        try:
+            with path.open("rb") as file:
+                return file.read(_FILE_BYTES_MAX)
+        except OSError as error:
+            raise ConfigurationInvalid(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write, flush to the disk, put in place, and flush the directory."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / name
+        partial = path.with_name(f".{name}.partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            _sync_directory(self._directory)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise ConfigurationInvalid(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,258 @@
+"""One backbone's connection to a worker: frames in, rows or a coded refusal out, and on to the next.
+
+A refusal never ends the connection while frames can still be told apart; when they cannot (malformed or
+oversized), the connection is closed after the refusal and the worker goes on serving others. The worker
+takes ids and rows and computes; nothing here chooses an expert, and every number from the network is
+bounded before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.telemetry import get_logger
+from kvasir_proto import dispatch
+from kvasir_proto.dispatch import DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode
+from kvasir_proto.errors import KvasirError, LocalProtocolError, RemoteProtocolError
+from kvasir_proto.program import decode_program
+
+log = get_logger()
+
+IDLE_TICK_S: Final = 30.0
+"""How long one read waits; between frames the wait is repeated, inside a frame it is an error."""
+
+FRAME_TIMEOUT_S: Final = 120.0
+"""Longest time for one frame to arrive whole, however slowly its bytes trickle."""
+
+_CODE_OF_ERROR: Final = {code.name.lower(): code for code in ReplyCode}
+
+
+@dataclass(slots=True)
+class ServingCounters:
+    """What a worker engine has done since it started."""
+
+    requests: int = 0
+    rows: int = 0
+    refusals: int = 0
+    compute_ns: int = 0
+
+
+class BackboneConnection:
+    """Serves one backbone until it closes, misbehaves beyond repair, or `stop` is set."""
+
+    def __init__(
+        self,
+        connection: ssl.SSLSocket,
+        kernel: ExpertKernel,
+        kernel_lock: threading.Lock,
+        check_opening: Callable[[Opening], None],
+        current_fence: Callable[[], tuple[int, int]],
+        counters: ServingCounters,
+    ) -> None:
+        self._connection = connection
+        self._kernel = kernel
+        self._kernel_lock = kernel_lock
+        self._check_opening = check_opening
+        self._current_fence = current_fence
+        self._counters = counters
+        self._incoming = bytearray(64 * 1024)
+        self._received = 0
+        self._header: dispatch.Header | None = None
+        self._outgoing = bytearray(64 * 1024)
+        self._outgoing_address = _address_of(self._outgoing)
+        self._authority: tuple[int, int] | None = None
+        self._programs: dict[int, int] = {}
+
+    def serve(self, stop: threading.Event) -> str:
+        """Answer frames until the end; return why it ended, in a few words."""
+        self._connection.settimeout(IDLE_TICK_S)
+        try:
+            while True:
+                size = self._receive_frame(stop)
+                if size == 0:
+                    return "closed by the backbone"
+                self._answer(size, time.monotonic_ns())
+                self._forget(size)
+        except RemoteProtocolError as error:
+            self._refuse(0, error)
+            return f"{error.code}: {error}"
+        except OSError as error:
+            return str(error) or type(error).__name__
+
+    def _receive_frame(self, stop: threading.Event) -> int:
+        """Wait for one whole frame at the start of the buffer; its size, or 0 at a clean end.
+
+        Raises `RemoteProtocolError` when its header is unacceptable, `OSError` when the stream breaks off or
+        dawdles inside a frame.
+        """
+        wanted = dispatch.HEADER_BYTES
+        header_seen = False
+        started = time.monotonic()
+        while True:
+            if self._received >= wanted:
+                if header_seen:
+                    return wanted
+                wanted += self._announced_payload_bytes()
+                self._reserve(wanted)
+                header_seen = True
+                continue
+            try:
+                count = self._connection.recv_into(memoryview(self._incoming)[self._received :])
+            except TimeoutError:
+                if self._received or stop.is_set():
+                    raise
+                started = time.monotonic()
+                continue
+            if count == 0:
+                if self._received:
+                    raise ConnectionResetError("closed inside a frame")
+                return 0
+            if self._received == 0:
+                started = time.monotonic()
+            elif time.monotonic() - started > FRAME_TIMEOUT_S:
+                raise TimeoutError("a frame took too long to arrive")
+            self._received += count
+
+    def _announced_payload_bytes(self) -> int:
+        self._header = dispatch.parse_header(self._incoming)
+        if isinstance(self._header, DispatchHeader) and self._authority is None:
+            # Nothing large is prepared for a backbone that has not proved its term yet.
+            raise RemoteProtocolError("a dispatch before OPEN", code="not_open")
+        return self._header.payload_bytes
+
+    def _reserve(self, size_bytes: int) -> None:
+        if size_bytes > len(self._incoming):
+            grown = bytearray(size_bytes)
+            grown[: self._received] = memoryview(self._incoming)[: self._received]
+            self._incoming = grown
+
+    def _forget(self, size: int) -> None:
+        """Drop the answered frame; what a backbone sent behind it moves to the front."""
+        rest = self._received - size
+        if rest:
+            self._incoming[:rest] = self._incoming[size : self._received]
+        self._received = rest
+
+    def _answer(self, size: int, received_ns: int) -> None:
+        header = self._header
+        assert header is not None
+        try:
+            if isinstance(header, DispatchHeader):
+                self._compute(header, size, received_ns)
+                return
+            if not isinstance(header, PlainHeader):
+                raise RemoteProtocolError("a backbone does not send replies", code="malformed")
+            payload = bytes(memoryview(self._incoming)[dispatch.HEADER_BYTES : size])
+            if header.kind is FrameKind.OPEN:
+                self._open(payload)
+            else:
+                self._learn_program(header.program, payload)
+            self._send_rows(header.request_id, received_ns, 0, 0, 0, bytes(32))
+        except RemoteProtocolError as error:
+            self._refuse(header.request_id, error)
+            if error.code in ("malformed", "oversized"):
+                raise ConnectionAbortedError(f"{error.code}: {error}") from error
+        except (KvasirError, LocalProtocolError) as error:
+            self._refuse(header.request_id, RemoteProtocolError(str(error), code="kernel_failed"))
+
+    def _open(self, payload: bytes) -> None:
+        opening = Opening.decode(payload)
+        self._check_opening(opening)
+        self._authority = (opening.epoch, opening.term)
+
+    def _learn_program(self, index: int, payload: bytes) -> None:
+        if self._authority is None:
+            raise RemoteProtocolError("a program before OPEN", code="not_open")
+        program = decode_program(payload)
+        self._programs[index] = self._kernel.add_program(program)
+
+    def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
+        """Check a dispatch, run the kernel, send the rows. Raises `RemoteProtocolError` with a reply code."""
+        if (header.epoch, header.term) != self._authority or self._authority < self._current_fence():
+            raise RemoteProtocolError(
+                f"({header.epoch}, {header.term}) is not the term in force", code="stale_term"
+            )
+        program = self._programs.get(header.program)
+        if program is None:
+            raise RemoteProtocolError(f"program {header.program} was never sent", code="unknown_program")
+        n_embd_in, n_embd_out = self._kernel.row_widths(header.layer, program)
+        if header.payload_bytes != dispatch.dispatch_payload_bytes(
+            header.n_rows, header.n_pairs, n_embd_in
+        ):
+            raise RemoteProtocolError(
+                f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}", code="shape_invalid"
+            )
+        payload_bytes = 4 * header.n_pairs * n_embd_out
+        self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
+        address = self._incoming_address() + dispatch.HEADER_BYTES
+        with self._kernel_lock:
+            started_ns = time.monotonic_ns()
+            self._kernel.compute(
+                layer=header.layer,
+                program_index=program,
+                n_rows=header.n_rows,
+                n_pairs=header.n_pairs,
+                x_address=address + 8 * header.n_pairs,
+                row_of_pair_address=address,
+                expert_of_pair_address=address + 4 * header.n_pairs,
+                out_address=self._outgoing_address + dispatch.HEADER_BYTES,
+            )
+            compute_ns = time.monotonic_ns() - started_ns
+        view = memoryview(self._outgoing)
+        digest = dispatch.reply_digest(
+            memoryview(self._incoming)[:size],
+            view[dispatch.HEADER_BYTES : dispatch.HEADER_BYTES + payload_bytes],
+        )
+        self._counters.requests += 1
+        self._counters.rows += header.n_pairs
+        self._counters.compute_ns += compute_ns
+        self._send_rows(header.request_id, received_ns, compute_ns, header.n_pairs, payload_bytes, digest)
+
+    def _send_rows(
+        self,
+        request_id: int,
+        received_ns: int,
+        compute_ns: int,
+        n_pairs: int,
+        payload_bytes: int,
+        digest: bytes,
+    ) -> None:
+        """Send the reply whose payload already lies behind the header's place in the outgoing buffer."""
+        dispatch.pack_reply_into(
+            self._outgoing,
+            request_id=request_id,
+            code=ReplyCode.OK,
+            payload_bytes=payload_bytes,
+            n_pairs=n_pairs,
+            received_ns=received_ns,
+            compute_ns=compute_ns,
+            digest=digest,
+        )
+        self._connection.sendall(memoryview(self._outgoing)[: dispatch.HEADER_BYTES + payload_bytes])
+
+    def _refuse(self, request_id: int, error: RemoteProtocolError) -> None:
+        self._counters.refusals += 1
+        code = _CODE_OF_ERROR.get(error.code, ReplyCode.MALFORMED)
+        log.warning("dispatch_refused", code=error.code, reason=str(error))
+        with contextlib.suppress(OSError):
+            self._connection.sendall(dispatch.pack_refusal(request_id, code, str(error)))
+
+    def _reserve_outgoing(self, size_bytes: int) -> None:
+        if size_bytes > len(self._outgoing):
+            self._outgoing = bytearray(size_bytes)
+            self._outgoing_address = _address_of(self._outgoing)
+
+    def _incoming_address(self) -> int:
+        return _address_of(self._incoming)
+
+
+def _address_of(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

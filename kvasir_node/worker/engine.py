@@ -1,0 +1,262 @@
+"""The worker engine: holds a shard, listens for the backbone's data connections, and serves rows.
+
+Control decides what it holds, whom it expects and which (epoch, term) is in force; the engine enforces that
+on every connection with its own clock. One thread accepts, one serves each connection, one lock keeps the
+kernel to a single computation at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import resource
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.tls import (
+    HANDSHAKE_TIMEOUT_S,
+    TOKEN_BYTES,
+    EngineCredentials,
+    check_pinned,
+    pinned_context,
+    prepare_socket,
+)
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.worker.connection import BackboneConnection, ServingCounters
+from kvasir_node.telemetry import get_logger
+from kvasir_proto.dispatch import Opening
+from kvasir_proto.errors import KvasirError, LocalProtocolError, PortInUse, RemoteProtocolError
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.messages.engine import (
+    DiallerExpected,
+    EngineFault,
+    EngineMessage,
+    EngineStatistics,
+    ExpectDialler,
+    Listen,
+    Listening,
+    LoadShard,
+    QueryStatistics,
+    SetFence,
+    ShardLoaded,
+)
+
+log = get_logger()
+
+DIALLERS_EXPECTED_MAX: Final = 64
+"""Tokens waiting at one time; the oldest gives way."""
+
+CONNECTIONS_MAX: Final = 64
+"""Connections being served or shaken hands with at one time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpectedDialler:
+    certificate: bytes
+    expires_boottime_ns: int
+
+
+class WorkerEngine:
+    """Handles control's messages for the worker role. `handle` runs in the engine's main thread."""
+
+    def __init__(self, channel: ControlChannel, credentials: EngineCredentials) -> None:
+        self._channel = channel
+        self._credentials = credentials
+        self._kernel: ExpertKernel | None = None
+        self._kernel_lock = threading.Lock()
+        self._model_digest = b""
+        self._fence = (0, 0)
+        self._expected: dict[bytes, _ExpectedDialler] = {}
+        self._expected_lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._connections: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._stop = threading.Event()
+        self._counters = ServingCounters()
+
+    def handle(self, message: EngineMessage) -> None:
+        """Act on one message from control; failures go back as `EngineFault`."""
+        match message:
+            case LoadShard():
+                self._load(message)
+            case Listen():
+                self._listen(message)
+            case ExpectDialler():
+                self._expect(message)
+            case SetFence():
+                self._set_fence((message.epoch, message.term))
+            case QueryStatistics():
+                self._channel.send(EngineStatistics(message.request, json.dumps(self._statistics())))
+            case _:
+                raise LocalProtocolError(f"a worker engine has no use for {type(message).__name__}")
+
+    def close(self) -> None:
+        """Stop accepting and end every connection."""
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.close()
+        self._end_connections()
+
+    def _load(self, message: LoadShard) -> None:
+        try:
+            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            shard = ShardSet.decode(message.shard)
+            with ExpertSource(Path(message.source_path), manifest) as source:
+                kernel = GgmlCpuKernel(manifest, shard, source.read, threads=message.threads)
+        except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
+            exit_code = error.exit_code if isinstance(error, KvasirError) else 1
+            self._channel.send(
+                EngineFault(message.request, "shard_unusable", as_sentence(str(error)), exit_code)
+            )
+            return
+        # A new shard means a new plan: old connections end, their backbone dials again for the new one.
+        self._end_connections()
+        with self._kernel_lock:
+            previous, self._kernel = self._kernel, kernel
+            self._model_digest = manifest.digest()
+            if previous is not None:
+                previous.close()
+        self._channel.send(ShardLoaded(message.request, kernel.memory_bytes, shard.digest()))
+
+    def _listen(self, message: Listen) -> None:
+        family = socket.AF_INET6 if ":" in message.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            prepare_socket(listener)
+            listener.bind((message.host, message.port))
+            listener.listen(16)
+        except OSError as error:
+            listener.close()
+            taken = error.errno == errno.EADDRINUSE
+            self._channel.send(
+                EngineFault(
+                    None,
+                    "port_in_use" if taken else "address_unusable",
+                    as_sentence(f"data plane cannot listen on {message.host}:{message.port}: {error.strerror}"),
+                    PortInUse.exit_code if taken else 1,
+                )
+            )
+            return
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True).start()
+        self._channel.send(Listening(message.host, listener.getsockname()[1]))
+
+    def _expect(self, message: ExpectDialler) -> None:
+        with self._expected_lock:
+            while len(self._expected) >= DIALLERS_EXPECTED_MAX:
+                self._expected.pop(next(iter(self._expected)))
+            self._expected[message.token] = _ExpectedDialler(
+                message.certificate, message.expires_boottime_ns
+            )
+        self._channel.send(DiallerExpected(message.token))
+
+    def _set_fence(self, fence: tuple[int, int]) -> None:
+        if fence < self._fence:
+            raise LocalProtocolError(f"a fence does not go back from {self._fence} to {fence}")
+        if fence > self._fence:
+            self._fence = fence
+            self._end_connections()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stop.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._stop.is_set() or error.errno == errno.EBADF:
+                    return
+                log.warning("accept_failed", reason=str(error))
+                time.sleep(0.1)  # out of descriptors: give connections time to end
+                continue
+            if not self._slots.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        reason = "stopping"
+        try:
+            self._connections.add(sock)
+            connection = self._shake_hands(sock)
+            self._connections.add(connection)
+            self._connections.discard(sock)
+            sock = connection
+            kernel = self._kernel
+            if kernel is None:
+                raise RemoteProtocolError("no shard is loaded yet", code="not_open")
+            reason = BackboneConnection(
+                connection,
+                kernel,
+                self._kernel_lock,
+                self._check_opening,
+                lambda: self._fence,
+                self._counters,
+            ).serve(self._stop)
+        except (OSError, RemoteProtocolError) as error:
+            reason = str(error) or type(error).__name__
+        finally:
+            self._connections.discard(sock)
+            with contextlib.suppress(OSError):
+                sock.close()
+            self._slots.release()
+            log.info("connection_ended", reason=reason)
+
+    def _shake_hands(self, sock: socket.socket) -> ssl.SSLSocket:
+        """Read the one-time token, then prove and demand the certificates that belong to it."""
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        token = b""
+        while len(token) < TOKEN_BYTES:
+            part = sock.recv(TOKEN_BYTES - len(token))
+            if not part or time.monotonic() > deadline:
+                raise ConnectionResetError("no token")
+            token += part
+        with self._expected_lock:
+            expected = self._expected.pop(token, None)
+        if expected is None:
+            raise RemoteProtocolError("the token was not expected, or used before", code="bad_token")
+        if time.clock_gettime_ns(time.CLOCK_BOOTTIME) > expected.expires_boottime_ns:
+            raise RemoteProtocolError("the token has expired", code="bad_token")
+        context = pinned_context(self._credentials, expected.certificate, server=True)
+        connection = context.wrap_socket(sock, server_side=True)
+        try:
+            check_pinned(connection, hashlib.sha256(expected.certificate).digest())
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check_opening(self, opening: Opening) -> None:
+        if opening.model_digest != self._model_digest:
+            raise RemoteProtocolError("another model is loaded here", code="wrong_model")
+        if (opening.epoch, opening.term) != self._fence:
+            raise RemoteProtocolError(
+                f"({opening.epoch}, {opening.term}) is not the proven term {self._fence}", code="stale_term"
+            )
+
+    def _end_connections(self) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _statistics(self) -> dict[str, int]:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            **dataclasses.asdict(self._counters),
+            "cpu_ns": int((usage.ru_utime + usage.ru_stime) * 1e9),
+            "memory_bytes": self._kernel.memory_bytes if self._kernel else 0,
+            "connections": len(self._connections),
+        }
