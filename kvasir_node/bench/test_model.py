@@ -78,6 +78,11 @@ def write_test_model(
         file.truncate(size_bytes)
 
 
+def size_bytes_of(shape: TestModelShape = BENCH_SHAPE) -> int:
+    """The size of the file that `write_test_model` writes."""
+    return lay_out(_metadata(shape), _tensors(shape), ALIGNMENT_DEFAULT)[2]
+
+
 def _metadata(shape: TestModelShape) -> tuple[MetadataEntry, ...]:
     key = "qwen3moe."
     return (

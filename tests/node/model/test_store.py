@@ -1,0 +1,236 @@
+"""The store: adding twice changes nothing, and what was damaged or left half done is made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvasir_node.model import store as store_module
+from kvasir_node.model.backbone_file import verify_backbone_file
+from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_proto.errors import ModelUnusable
+from tests.model_makers import ModelShape, make_dense, make_qwen3moe
+
+SHAPE = ModelShape(n_layer=2)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_qwen3moe(tmp_path / "tiny.gguf", SHAPE)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "models")
+
+
+def test_a_model_is_added_and_found_by_every_name(store: ModelStore, source: Path) -> None:
+    assert store.list() == ()
+    added = store.add(source)
+    assert added.digest == added.manifest.digest().hex()
+    assert (added.name, added.source_path) == ("tiny", source)
+    verify_backbone_file(added.backbone_path, added.manifest)
+    assert store.list() == (added,)
+    for name in ("tiny", "random qwen3moe", added.digest, added.digest[:6], added.digest[:9].upper()):
+        assert store.get(name) == added
+
+
+@pytest.mark.parametrize("name", ["other", "", "tin", "0" * 64])
+def test_a_model_that_is_not_there_is_named_in_the_error(store: ModelStore, source: Path, name: str) -> None:
+    store.add(source)
+    with pytest.raises(ModelUnusable, match=f"there is no model '{name}' here") as caught:
+        store.get(name)
+    assert caught.value.exit_code == 7
+
+
+def test_a_short_prefix_is_not_enough(store: ModelStore, source: Path) -> None:
+    with pytest.raises(ModelUnusable, match="there is no model"):
+        store.get(store.add(source).digest[:5])
+
+
+def test_two_models_of_one_name_must_be_told_apart(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    first = store.add(source)
+    (tmp_path / "elsewhere").mkdir()
+    second = store.add(make_qwen3moe(tmp_path / "elsewhere" / "tiny.gguf", replace(SHAPE, seed=9)))
+    with pytest.raises(ModelUnusable, match="means several models") as caught:
+        store.get("tiny")
+    assert first.digest[:12] in str(caught.value)
+    assert store.get(second.digest) == second
+    assert set(store.list()) == {first, second}
+
+
+def test_progress_goes_from_the_first_byte_to_the_last(store: ModelStore, source: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    added = store.add(source, lambda done, total: seen.append((done, total)))
+    total = sum(each.size_bytes for each in added.manifest.tensors) + added.manifest.trunk_size_bytes()
+    assert seen == sorted(seen)
+    assert {each for _, each in seen} == {total}
+    assert seen[-1] == (total, total)
+
+
+def test_adding_an_unchanged_file_again_reads_no_weights(
+    store: ModelStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = store.add(source)
+    written = added.backbone_path.stat().st_mtime_ns
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the whole file was read again")
+
+    monkeypatch.setattr(store_module, "manifest_of", fail)
+    assert store.add(source) == added
+    assert added.backbone_path.stat().st_mtime_ns == written
+
+
+def test_the_same_model_from_another_place_keeps_its_backbone_file(
+    store: ModelStore, source: Path, tmp_path: Path
+) -> None:
+    added = store.add(source)
+    written = added.backbone_path.stat().st_mtime_ns
+    copy = tmp_path / "copy.gguf"
+    shutil.copy(source, copy)
+    source.unlink()
+    again = store.add(copy)
+    assert again == replace(added, name="copy", source_path=copy)
+    assert again.backbone_path.stat().st_mtime_ns == written
+    assert store.list() == (again,)
+
+
+def test_a_file_that_changed_is_another_model(store: ModelStore, source: Path) -> None:
+    before = store.add(source)
+    make_qwen3moe(source, replace(SHAPE, seed=5))
+    after = store.add(source)
+    assert after.digest != before.digest
+    assert {each.digest for each in store.list()} == {before.digest, after.digest}
+
+
+def test_what_is_no_model_leaves_nothing(store: ModelStore, tmp_path: Path) -> None:
+    with pytest.raises(ModelUnusable, match="not a Mixture-of-Experts"):
+        store.add(make_dense(tmp_path / "dense.gguf", SHAPE))
+    with pytest.raises(ModelUnusable, match="No such file"):
+        store.add(tmp_path / "missing.gguf")
+    assert store.list() == ()
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a trunk tensor."""
+    offset = next(each for each in read_gguf(path).tensors if each.name == "output.weight").offset
+    with path.open("r+b") as file:
+        file.seek(offset)
+        first = file.read(1)
+        file.seek(offset)
+        file.write(bytes([first[0] ^ 4]))
+
+
+def rewrite_entry(**fields: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "no entry": ("entry.json", Path.unlink),
+    "entry cut": ("entry.json", cut),
+    "entry of another version": ("entry.json", rewrite_entry(schema_version=2)),
+    "entry without a path": ("entry.json", rewrite_entry(source_path=None)),
+    "entry of another form": ("entry.json", lambda path: path.write_text("[]")),
+    "entry too large": ("entry.json", lambda path: path.write_text(" " * 70_000)),
+    "no manifest": ("manifest.msgpack", Path.unlink),
+    "manifest cut": ("manifest.msgpack", cut),
+    "no backbone": ("backbone.gguf", Path.unlink),
+    "backbone cut": ("backbone.gguf", cut),
+    "backbone is empty": ("backbone.gguf", lambda path: path.write_bytes(b"")),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_entry_is_not_listed_and_is_made_again(store: ModelStore, source: Path, case: str) -> None:
+    added = store.add(source)
+    name, damage = DAMAGES[case]
+    damage(added.manifest_path.with_name(name))
+    (added.manifest_path.parent / ".partial-left").write_bytes(b"x")
+    assert store.list() == ()
+    with pytest.raises(ModelUnusable):
+        store.get(added.digest)
+
+    assert store.add(source) == added
+    assert store.list() == (added,)
+    verify_backbone_file(added.backbone_path, added.manifest)
+    assert not (added.manifest_path.parent / ".partial-left").exists()
+
+
+def test_a_flipped_bit_of_the_trunk_is_found_by_adding_again(store: ModelStore, source: Path) -> None:
+    added = store.add(source)
+    flip(added.backbone_path)
+    with pytest.raises(ModelUnusable, match="has not the manifest's digest"):
+        verify_backbone_file(added.backbone_path, added.manifest)
+    assert store.add(source) == added
+    verify_backbone_file(added.backbone_path, added.manifest)
+
+
+def test_a_manifest_of_another_model_is_not_believed(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    added = store.add(source)
+    other = store.add(make_qwen3moe(tmp_path / "other.gguf", replace(SHAPE, seed=2)))
+    shutil.copy(other.manifest_path, added.manifest_path)
+    with pytest.raises(ModelUnusable, match="its digest is not its name"):
+        store.get(added.digest)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def with_free_space(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free_bytes))
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    store: ModelStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free_space(monkeypatch, store_module.SPARE_BYTES)
+    with pytest.raises(ModelUnusable, match="there is no space for the backbone file"):
+        store.add(source)
+    assert store.list() == ()
+    with_free_space(monkeypatch, store_module.SPARE_BYTES + source.stat().st_size)
+    added = store.add(source)
+    with_free_space(monkeypatch, store_module.SPARE_BYTES)
+    with pytest.raises(ModelUnusable, match="there is no space for the reference file"):
+        added.reference_path()
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelUnusable, match="cannot be made"):
+        ModelStore(tmp_path / "file" / "models").add(source)
+
+
+@pytest.fixture
+def added(store: ModelStore, source: Path) -> StoredModel:
+    return store.add(source)
+
+
+def test_the_reference_file_is_made_once_and_again_when_it_is_cut(added: StoredModel) -> None:
+    seen: list[tuple[int, int]] = []
+    path = added.reference_path(lambda done, total: seen.append((done, total)))
+    whole = path.read_bytes()
+    assert seen[-1][0] == seen[-1][1]
+    written = path.stat().st_mtime_ns
+    assert added.reference_path() == path
+    assert path.stat().st_mtime_ns == written
+    cut(path)
+    assert added.reference_path().read_bytes() == whole
+
+
+def test_a_reference_file_needs_the_source(added: StoredModel) -> None:
+    added.source_path.unlink()
+    with pytest.raises(ModelUnusable, match="No such file"):
+        added.reference_path()
