@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import socket
 import ssl
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -37,13 +38,11 @@ class EngineCredentials:
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Give ``context`` the certificate and key."""
-        path = self._directory / "engine-credentials.pem"
-        path.touch(mode=0o600)
-        try:
-            path.write_bytes(self._private_key_pem + self._certificate_pem)
-            context.load_cert_chain(path)
-        finally:
-            path.unlink(missing_ok=True)
+        # A name of its own: engines of one machine may share the directory and shake hands at the same time.
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix="credentials-", suffix=".pem") as file:
+            file.write(self._private_key_pem + self._certificate_pem)
+            file.flush()
+            context.load_cert_chain(file.name)
 
 
 def pinned_context(
