@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from kvasir_node import native_library
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.llama_log import capture_llama_log
 from kvasir_node.engine.tls import EngineCredentials
 from kvasir_node.telemetry import bind_process, configure_telemetry
 from kvasir_node.telemetry import get_logger
@@ -58,6 +59,7 @@ def _make_role_engine(role: str, channel: ControlChannel, credentials: EngineCre
 
 def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
     native_library.self_check()
+    capture_llama_log()
     key = EngineKey.generate()
     channel.send(EngineHello(key.public_der, os.getpid(), native_library.load().abi, "ggml-cpu"))
     identity = channel.receive()

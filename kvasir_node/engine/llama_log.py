@@ -1,0 +1,52 @@
+"""What llama.cpp and ggml say, as events of ours instead of lines on standard error.
+
+llama.cpp prints some hundreds of lines for each model. Its errors become warnings, because whatever failed is
+reported by us as well; all the rest is for somebody who looks for a bug. The module decides nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import llama_cpp
+
+from kvasir_node.telemetry import get_logger
+
+log = get_logger()
+
+_ERROR: Final = 4  # as ggml.h counts; the table in llama_cpp._logger is an older one
+_CONTINUED: Final = 5
+
+
+class _LineAssembler:
+    """Puts together the pieces of a line that llama.cpp logs one by one."""
+
+    def __init__(self) -> None:
+        self._level = 0
+        self._text = ""
+
+    def take(self, level: int, piece: bytes) -> None:
+        if level != _CONTINUED:
+            self._level = level
+        self._text += piece.decode(errors="replace")
+        if not self._text.endswith("\n"):
+            return
+        text, self._text = self._text.strip(), ""
+        if self._level == _ERROR:
+            log.warning("llama_cpp_error", text=text)
+        elif text:
+            log.debug("llama_cpp_said", text=text)
+
+
+_assembler = _LineAssembler()
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _callback(level: int, piece: bytes, _: ctypes.c_void_p) -> None:
+    _assembler.take(level, piece)
+
+
+def capture_llama_log() -> None:
+    """From now on this process logs what llama.cpp says as `llama_cpp_error` and `llama_cpp_said`."""
+    llama_cpp.llama_log_set(_callback, ctypes.c_void_p())
