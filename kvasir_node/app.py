@@ -27,6 +27,7 @@ from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
 from kvasir_node.driver.worker_duty import WorkerDuty, WorkerSettings
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
+from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import ModelStore, StoredModel
 from kvasir_node.net.host import open_host
 from kvasir_node.net.identity import Identity, load_or_create_identity
@@ -84,16 +85,16 @@ def open_home(locations: Locations, configuration: Configuration) -> Home:
     return Home(locations, configuration, load_or_create_identity(locations.identity_file))
 
 
-def resolve_model(home: Home, name_or_path: str | None) -> StoredModel:
+def resolve_model(home: Home, name_or_path: str | None, progress: Progress | None = None) -> StoredModel:
     """The model that a user means: a file, a name or digest in the store, or the demo model for None.
 
-    A file is taken into the store. Raises `ModelUnusable`.
+    A file is taken into the store; ``progress`` is told (bytes done, bytes in all). Raises `ModelUnusable`.
     """
     if name_or_path is None:
-        return home.models.add(DEMO_MODEL)
+        return home.models.add(DEMO_MODEL, progress)
     path = Path(name_or_path).expanduser()
     if path.suffix == ".gguf" or path.exists():
-        return home.models.add(path)
+        return home.models.add(path, progress)
     return home.models.get(name_or_path)
 
 

@@ -67,6 +67,11 @@ class SwarmFiles:
         """Whether a swarm was founded here."""
         return (self._directory / _PROOF).exists()
 
+    @property
+    def recovery_key_file(self) -> Path:
+        """Where `found` wrote the recovery key."""
+        return self._directory / _RECOVERY_KEY
+
     def found(self, node_key: Ed25519PrivateKey, model_digest: bytes, model_name: str) -> Founding:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 

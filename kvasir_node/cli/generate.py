@@ -1,0 +1,128 @@
+"""`generate`: text from the running swarm, as it comes."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import secrets
+import sys
+from collections.abc import Callable
+
+import click
+import trio
+
+from kvasir_node.cli.output import json_option, print_json
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.control import LocalConnection, connect_daemon
+from kvasir_proto.errors import EngineFailed, UsageError
+from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
+
+
+def parse_token_ids(text: str | None) -> tuple[int, ...]:
+    """Token ids from a comma-separated list. Raises `UsageError`."""
+    if not text:
+        return ()
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--token-ids takes numbers separated by commas, not {text!r}") from None
+    if any(not 0 <= each < 2**31 for each in ids):
+        raise UsageError("--token-ids takes numbers from 0 to 2147483647")
+    return ids
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--token-ids", help="The prompt as token ids, comma-separated, instead of text.")
+@click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
+@click.option("--top-k", type=click.IntRange(0), default=40, show_default=True, help="0 switches it off.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="1: off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="0: off.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same text. Default: random.")
+@json_option
+@click.pass_obj
+def generate(
+    session: CommandSession,
+    prompt: str | None,
+    token_ids: str | None,
+    n_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    as_json: bool,
+) -> None:
+    """Generate text after PROMPT on the running swarm. PROMPT "-" reads standard input."""
+    session.configure()
+    if (prompt is None) == (token_ids is None):
+        raise UsageError("give either PROMPT or --token-ids")
+    if prompt == "-":
+        prompt = click.get_text_stream("stdin").read()
+    request = GenerateRequest(
+        prompt=prompt,
+        token_ids=parse_token_ids(token_ids),
+        n_tokens=n_tokens,
+        seed=secrets.randbits(63) if seed is None else seed,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+    )
+    trio.run(_generate, session, request, as_json)
+
+
+async def _generate(session: CommandSession, request: GenerateRequest, as_json: bool) -> None:
+    async with connect_daemon(session.locations.control_socket) as connection:
+        tokens, text, end = await collect(connection, request, None if as_json else _write)
+    if as_json:
+        print_json(
+            {
+                "schema_version": 1,
+                "text": text,
+                "token_ids": tokens,
+                "seed": request.seed,
+                "reason": end.reason,
+                **json.loads(end.statistics),
+            }
+        )
+    else:
+        click.echo()
+    if end.reason == "failed":
+        raise EngineFailed(f"{end.code}: {end.detail}")
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+async def collect(
+    connection: LocalConnection, request: GenerateRequest, on_text: Callable[[str], None] | None
+) -> tuple[list[int], str, GenerateEnd]:
+    """Run a session; its token ids, its text, and how it ended. ``on_text`` gets each new piece of text.
+
+    Raises `EngineFailed` when the daemon refuses, `NotRunning` when it goes away.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens: list[int] = []
+    parts: list[str] = []
+    await connection.send(request)
+    while True:
+        reply = await connection.receive()
+        match reply:
+            case TokenEvent():
+                tokens.append(reply.token)
+                piece = decoder.decode(reply.piece)
+            case GenerateEnd():
+                piece = decoder.decode(b"", final=True)
+            case Refusal():
+                raise EngineFailed(reply.reason)
+            case _:
+                raise EngineFailed(f"the daemon answered {reply.kind} to a request for text")
+        parts.append(piece)
+        if on_text is not None and piece:
+            on_text(piece)
+        if isinstance(reply, GenerateEnd):
+            return tokens, "".join(parts), reply

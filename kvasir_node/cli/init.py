@@ -1,0 +1,50 @@
+"""`init`: a home with an identity, and with --found a swarm of its own."""
+
+from __future__ import annotations
+
+import click
+
+from kvasir_node.cli.output import json_option, print_json, progress_on_stderr
+from kvasir_node.cli.session import CommandSession
+
+
+@click.command()
+@click.option("--found", is_flag=True, help="Found a swarm: this node becomes its backbone.")
+@click.option("--model", help="The swarm's model: a GGUF file, a name or a digest. Default: the demo model.")
+@json_option
+@click.pass_obj
+def init(session: CommandSession, found: bool, model: str | None, as_json: bool) -> None:
+    """Make this home's identity, and found a swarm with --found.
+
+    Can be called again: an identity that exists is kept, a swarm that exists is not founded twice.
+    """
+    from kvasir_node import app
+
+    configuration = session.configure(model=model if found else None)
+    home = app.open_home(session.locations, configuration)
+    document: dict[str, object] = {
+        "schema_version": 1,
+        "node_id": home.identity.node_id,
+        "home": str(session.locations.data),
+    }
+    if found:
+        with progress_on_stderr("reading the model") as progress:
+            stored = app.resolve_model(home, configuration.model, progress)
+        founding = app.found_swarm(home, stored)
+        document |= {
+            "swarm": founding.swarm.digest.hex(),
+            "model": stored.name,
+            "model_digest": stored.digest,
+            "recovery_key_file": str(home.swarm_files.recovery_key_file),
+        }
+    if as_json:
+        print_json(document)
+        return
+    click.echo(f"node      {home.identity.node_id}")
+    click.echo(f"home      {session.locations.data}")
+    if found:
+        click.echo(f"swarm     {document['swarm']}")
+        click.echo(f"model     {document['model']}  {str(document['model_digest'])[:12]}")
+        click.echo(f"\nMove the recovery key off this node and keep it safe: {document['recovery_key_file']}")
+    else:
+        click.echo("\nJoin a swarm with: kvasir-node run --bootstrap ADDRESS")

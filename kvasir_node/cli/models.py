@@ -1,0 +1,94 @@
+"""`models`: what this home has, and taking in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvasir_node.cli.output import json_option, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.model.store import ModelStore, StoredModel
+
+
+def describe(model: StoredModel) -> dict[str, object]:
+    """One model as `models list --json` shows it."""
+    manifest = model.manifest
+    return {
+        "name": model.name,
+        "digest": model.digest,
+        "arch": manifest.architecture,
+        "n_layer": manifest.n_layer,
+        "n_moe_layer": len(manifest.moe_layers),
+        "n_expert": manifest.n_expert,
+        "n_expert_used": manifest.n_expert_used,
+        "file_bytes": manifest.file_size_bytes,
+        "expert_bytes": manifest.experts_size_bytes(),
+        "backbone_bytes": manifest.trunk_size_bytes(),
+        "source": str(model.source_path),
+        "source_exists": model.source_path.exists(),
+    }
+
+
+def _mebibytes(count: object) -> str:
+    return f"{int(str(count)) / 2**20:.1f} MiB"
+
+
+@click.group()
+def models() -> None:
+    """The models of this home."""
+
+
+@models.command("add")
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+@click.pass_obj
+def add_model(session: CommandSession, file: Path, as_json: bool) -> None:
+    """Take the GGUF FILE in: check it, hash every expert, write the backbone file.
+
+    The file stays where it is; workers of this home read their experts from it.
+    """
+    session.configure()
+    session.locations.prepare()
+    with progress_on_stderr("hashing") as progress:
+        model = ModelStore(session.locations.models).add(file, progress)
+    if as_json:
+        print_json({"schema_version": 1, "model": describe(model)})
+        return
+    described = describe(model)
+    click.echo(f"{model.name}  {model.digest}")
+    click.echo(
+        f"{described['arch']}, {described['n_layer']} layers, {described['n_expert']} experts "
+        f"({described['n_expert_used']} used), experts {_mebibytes(described['expert_bytes'])}, "
+        f"backbone {_mebibytes(described['backbone_bytes'])}"
+    )
+
+
+@models.command("list")
+@json_option
+@click.pass_obj
+def list_models(session: CommandSession, as_json: bool) -> None:
+    """List the models of this home."""
+    session.configure()
+    found = [describe(model) for model in ModelStore(session.locations.models).list()]
+    if as_json:
+        print_json({"schema_version": 1, "models": found})
+        return
+    if not found:
+        click.echo("no models yet; add one with: kvasir-node models add FILE")
+        return
+    print_table(
+        ("NAME", "DIGEST", "ARCH", "LAYERS", "EXPERTS", "SIZE", "SOURCE"),
+        [
+            (
+                model["name"],
+                str(model["digest"])[:12],
+                model["arch"],
+                model["n_layer"],
+                f"{model['n_expert']} ({model['n_expert_used']})",
+                _mebibytes(model["file_bytes"]),
+                model["source"] if model["source_exists"] else f"{model['source']} (gone)",
+            )
+            for model in found
+        ],
+    )

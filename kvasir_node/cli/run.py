@@ -1,0 +1,58 @@
+"""`run` and what it says when it is up."""
+
+from __future__ import annotations
+
+import click
+
+from kvasir_node.cli.output import note
+from kvasir_node.cli.session import CommandSession
+
+
+@click.command()
+@click.option("--bootstrap", multiple=True, help="Address of a member to join through; may be repeated.")
+@click.option("--listen-host", help="IP address at which other nodes reach this one.")
+@click.option("--listen-port", type=int, help="TCP port for other nodes; 0 takes a free one.")
+@click.option("--data-port", type=int, help="TCP port for activations; 0 takes a free one.")
+@click.option("--workers-min", type=int, help="Workers to wait for before the first plan (backbone only).")
+@click.option("--holders", type=int, help="Workers that hold each expert (backbone only).")
+@click.option("--threads", type=int, help="Threads that compute, in each engine.")
+@click.option("--model", help="The swarm's model where this home does not know it yet: a GGUF file.")
+@click.pass_obj
+def run(
+    session: CommandSession,
+    bootstrap: tuple[str, ...],
+    listen_host: str | None,
+    listen_port: int | None,
+    data_port: int | None,
+    workers_min: int | None,
+    holders: int | None,
+    threads: int | None,
+    model: str | None,
+) -> None:
+    """Run the daemon in the foreground until SIGTERM or Ctrl-C; a second one ends it at once.
+
+    In a home where a swarm was founded the node is its backbone; elsewhere it joins as a worker.
+    """
+    configuration = session.configure(
+        swarm_bootstrap=list(bootstrap) or None,
+        listen_host=listen_host,
+        listen_port=listen_port,
+        data_port=data_port,
+        swarm_workers_min=workers_min,
+        swarm_holders=holders,
+        engine_threads=threads,
+        model=model,
+    )
+    # libp2p takes half a second to import: only now, when it is sure that the arguments are good.
+    import trio
+
+    from kvasir_node import app
+
+    home = app.open_home(session.locations, configuration)
+
+    def say_where(addresses: tuple[str, ...]) -> None:
+        note("kvasir-node is running; others join through:")
+        for address in addresses:
+            note(f"  {address}")
+
+    trio.run(app.Node(home).run, say_where)

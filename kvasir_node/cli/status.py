@@ -1,0 +1,90 @@
+"""`status`: what people look at every day; also when the daemon is down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import click
+import trio
+
+from kvasir_node.cli.output import json_option, print_json, print_table
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.control import request_status
+from kvasir_proto.errors import NotRunning
+
+_SHORT_ID: Final = 8
+
+
+def short_id(node_id: str) -> str:
+    """The last characters of a node id: the first ones are alike for all."""
+    return f"…{node_id[-_SHORT_ID:]}"
+
+
+@click.command()
+@json_option
+@click.option("--check", is_flag=True, help="Print nothing; status 0 only when ready or degraded.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool, check: bool) -> None:
+    """Show what the daemon and its swarm are doing. Exit status 3 when it is not running."""
+    session: CommandSession = ctx.obj
+    session.configure()
+    try:
+        document = json.loads(trio.run(request_status, session.locations.control_socket))
+    except NotRunning as error:
+        if not check:
+            if as_json:
+                print_json({"schema_version": 1, "state": "not running", "reason": str(error)})
+            else:
+                click.echo(f"not running: {error}")
+        ctx.exit(NotRunning.exit_code)
+    if check:
+        ctx.exit(0 if document["state"] in ("ready", "degraded") else 1)
+    if as_json:
+        print_json(document)
+        return
+    _print_status(document)
+
+
+def _print_status(document: dict[str, Any]) -> None:
+    reason = f" ({document['reason']})" if document["reason"] else ""
+    click.echo(f"state     {document['state']}{reason}")
+    click.echo(f"node      {document['node_id']}")
+    if document.get("backbone"):
+        whose = "this node" if document["backbone"] == document["node_id"] else document["backbone"]
+        click.echo(f"backbone  {whose}, epoch {document['epoch']}, term {document['term']}")
+    model = document.get("model")
+    if model:
+        click.echo(
+            f"model     {model['name']} ({model['arch']}, {model['n_layer']} layers, "
+            f"{model['n_expert']} experts, {model['n_expert_used']} used)"
+        )
+    plan = document.get("plan", {})
+    if "coverage" in plan:
+        click.echo(
+            f"plan      revision {plan['revision']}, {plan['coverage']:.0%} of experts covered, "
+            f"at least {plan['holders_min']} holder(s) each"
+        )
+    elif "n_experts_held" in document:
+        click.echo(f"plan      revision {plan.get('revision', 0)}, {document['n_experts_held']} experts held")
+    for address in document["addresses"]:
+        click.echo(f"address   {address}")
+    if document.get("last_error"):
+        click.echo(f"error     {document['last_error']}")
+    if document.get("members"):
+        click.echo()
+        print_table(
+            ("MEMBER", "STATE", "BACKEND", "ACCUM", "EXPERTS", "SEEN", "REASON"),
+            [
+                (
+                    short_id(member["node_id"]),
+                    member["state"],
+                    member["backend"],
+                    member["accumulation"],
+                    member["shards"],
+                    f"{member['last_seen_s']:.0f} s",
+                    member["reason"],
+                )
+                for member in document["members"]
+            ],
+        )
