@@ -29,8 +29,8 @@ from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import ModelStore, StoredModel
-from kvasir_node.net.host import open_host
-from kvasir_node.net.identity import Identity, load_or_create_identity
+from kvasir_node.net.host import HostOptions, Libp2pHost
+from kvasir_node.net.identity import NodeIdentity, load_or_create_identity
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import EnginePort
 from kvasir_node.supervisor import start_engine
@@ -41,7 +41,13 @@ from kvasir_proto.ids import SwarmDigest
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
-from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, TokenEvent
+from kvasir_proto.messages.local import (
+    EvaluateReply,
+    EvaluateRequest,
+    GenerateEnd,
+    GenerateRequest,
+    TokenEvent,
+)
 
 log = get_logger()
 
@@ -66,7 +72,7 @@ class Home:
 
     locations: Locations
     configuration: Configuration
-    identity: Identity
+    identity: NodeIdentity
 
     @property
     def swarm_files(self) -> SwarmFiles:
@@ -159,6 +165,13 @@ class Node:
         ended = await duty.generate(request, pass_on)
         return GenerateEnd(ended.reason, ended.code, ended.detail, json.dumps(_session_report(ended)))
 
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Write the live swarm's logits for these tokens. Raises `NotReady` on a worker."""
+        duty = self._duty
+        if not isinstance(duty, BackboneDuty):
+            raise NotReady("logits come from the backbone; this node is a worker")
+        return await duty.evaluate(request)
+
     def stop(self) -> None:
         """Begin to stop in good order."""
         self._stopping.set()
@@ -194,9 +207,8 @@ class Node:
 
     async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
         home, configuration = self._home, self._home.configuration
-        async with open_host(
-            home.identity, host=configuration.listen_host, port=configuration.listen_port
-        ) as host:
+        options = HostOptions(configuration.listen_host, configuration.listen_port)
+        async with Libp2pHost(home.identity, options) as host:
             duty = await trio.to_thread.run_sync(self._make_duty, host)
             host.set_stream_handler(duty.serve_stream)
             self._addresses = host.addresses()
@@ -205,7 +217,7 @@ class Node:
             on_listening(self._addresses)
             await duty.run()
 
-    def _make_duty(self, host: Any) -> BackboneDuty | WorkerDuty:
+    def _make_duty(self, host: Libp2pHost) -> BackboneDuty | WorkerDuty:
         home, configuration = self._home, self._home.configuration
         files = home.swarm_files
         if files.is_founder:

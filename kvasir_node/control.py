@@ -24,6 +24,8 @@ from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.messages.local import (
     LOCAL,
+    EvaluateReply,
+    EvaluateRequest,
     GenerateEnd,
     GenerateRequest,
     LocalMessage,
@@ -53,6 +55,9 @@ class Operator(Protocol):
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
     ) -> GenerateEnd:
         """Run a session. Cancelled when the client goes away."""
+
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Write the live swarm's logits to a file."""
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -140,13 +145,15 @@ class ControlServer:
                     await connection.send(StatusReply(await self._operator.status_document()))
                 case GenerateRequest():
                     await self._generate(connection, request)
+                case EvaluateRequest():
+                    await connection.send(await self._operator.evaluate(request))
                 case StopRequest():
                     await connection.send(StopReply())
                     self._operator.stop()
                     await connection.wait_closed()
                 case _:
                     raise RemoteProtocolError(f"{request.kind} is not a request", "unexpected_message")
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, KvasirError) as error:
             await connection.send(Refusal(error.code, as_sentence(str(error))))
 
     async def _generate(self, connection: LocalConnection, request: GenerateRequest) -> None:

@@ -6,7 +6,7 @@ answer to the guarantees written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import trio
@@ -45,8 +45,8 @@ class Host(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses at which others reach us, our id included; never a wildcard."""
 
-    async def connect(self, address: str) -> NodeId:
-        """Be connected to the node at a multiaddress that ends in its id.
+    async def connect(self, address: str | Sequence[str]) -> NodeId:
+        """Be connected to the node at this multiaddress, or at one of these, which all end in its id.
 
         Returns only when the other end has proved that id. Raises `TransportUnavailable` within a bounded
         time otherwise.

@@ -15,6 +15,7 @@ import ctypes
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -53,6 +54,8 @@ class DispatchStatistics:
     bytes_sent: int
     bytes_received: int
     holders_lost: int
+    rows_by_holder: dict[NodeId, int]
+    """Rows asked of each node, also of those that are gone; the sum of their expert computations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class Dispatcher:
         self._bytes_sent = 0
         self._bytes_received = 0
         self._holders_lost = 0
+        self._rows_by_holder: Counter[NodeId] = Counter()
         self._pairs = _NO_PAIRS
         self._pairs_address = 0
         self._filled = 0
@@ -164,6 +168,7 @@ class Dispatcher:
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
             holders_lost=self._holders_lost,
+            rows_by_holder=dict(self._rows_by_holder),
         )
 
     def missing_experts(self) -> dict[int, tuple[int, ...]]:
@@ -364,6 +369,7 @@ class Dispatcher:
         )
         size_bytes = dispatch.HEADER_BYTES + payload_bytes
         self._bytes_sent += size_bytes
+        self._rows_by_holder[holder.node_id] += n_pairs
         holder.submit(
             Request(
                 self._request_id,

@@ -39,17 +39,19 @@ from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.messages.engine import (
     CancelSession,
     ConnectHolder,
+    EvaluateLogits,
     Generate,
     HolderConnected,
     HolderLost,
     LoadTrunk,
+    LogitsEvaluated,
     RemoveHolder,
     SessionEnded,
     SetLease,
     TokenEmitted,
     TrunkLoaded,
 )
-from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateRequest
 from kvasir_proto.messages.swarm import (
     DataGrant,
     DataRequest,
@@ -197,10 +199,7 @@ class BackboneDuty:
 
         Raises `NotReady` when some expert has no holder, or too many sessions wait.
         """
-        state, reason = self.state()
-        engine = self._engine
-        if state not in ("ready", "degraded") or engine is None:
-            raise NotReady(f"the swarm is {state}: {reason}")
+        engine = self._ready_engine()
         if len(self._sessions) >= SESSIONS_WAITING_MAX:
             raise NotReady(f"{SESSIONS_WAITING_MAX} sessions are waiting already")
         session_id = SessionId(secrets.token_bytes(16))
@@ -238,6 +237,25 @@ class BackboneDuty:
         if session.outcome.reason == "failed":
             self._last_error = session.outcome.detail
         return session.outcome
+
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Write the swarm's logits for these tokens to a file. Raises `NotReady` like `generate`."""
+        engine = self._ready_engine()
+        reply = await engine.exchange(
+            EvaluateLogits(
+                engine.next_request(), request.token_ids, request.chunk_sizes, request.output_path
+            ),
+            LogitsEvaluated,
+            SESSION_TIMEOUT_MS / 1000,
+        )
+        self._rows_retried_total += reply.rows_retried
+        return EvaluateReply(reply.positions, reply.hook_calls, reply.rows_retried)
+
+    def _ready_engine(self) -> EnginePort:
+        state, reason = self.state()
+        if state not in ("ready", "degraded") or self._engine is None:
+            raise NotReady(f"the swarm is {state}: {reason}")
+        return self._engine
 
     # -- what is going on --------------------------------------------------------------------------
 
@@ -473,6 +491,9 @@ class BackboneDuty:
         swarm_digest, proof = self._founding.swarm.digest, self._founding.proof
         shard = plan.shard_of(node_id)
         self._roster.set_state(node_id, "loading", "it loads its shard")
+        member = self._roster.get(node_id)
+        if member is not None and member.record.addresses:
+            await self._host.connect(member.record.addresses)
         stream = await self._host.open_stream(node_id)
         try:
             accept = await ask(stream, PlanOffer(self._signed_plan, proof), PlanAccept, LOAD_TIMEOUT_S)

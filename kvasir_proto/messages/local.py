@@ -12,8 +12,11 @@ from typing import ClassVar, Final, TypeAlias, get_args
 
 from kvasir_proto.limits import (
     LOCAL_FRAME_SIZE_MAX,
+    ChunkSizes,
+    Count,
     Document,
     EndReason,
+    FilePath,
     OptionalWord,
     Piece,
     Position,
@@ -83,6 +86,26 @@ class GenerateEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluateRequest:
+    """Asks for the live swarm's logits: these tokens in batches of these sizes, written to a file as .npy."""
+
+    kind: ClassVar[str] = "evaluate_request"
+    token_ids: Tokens
+    chunk_sizes: ChunkSizes
+    output_path: FilePath
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateReply:
+    """The answer to `EvaluateRequest`, once the file is written."""
+
+    kind: ClassVar[str] = "evaluate_reply"
+    positions: Count
+    hook_calls: Count
+    rows_retried: Count
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Asks the daemon to stop in good order."""
 
@@ -111,6 +134,8 @@ LocalMessage: TypeAlias = (
     | GenerateRequest
     | TokenEvent
     | GenerateEnd
+    | EvaluateRequest
+    | EvaluateReply
     | StopRequest
     | StopReply
     | Refusal
