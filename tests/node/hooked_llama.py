@@ -32,7 +32,9 @@ class Llama:
         n_ubatch: int = 64,
         n_seq: int = 1,
         f32_cache: bool = True,
+        watched_node: bytes = b"",
     ) -> None:
+        """`watched_node`: ask llama.cpp to stop after the graph node of this name, as a debugger would."""
         import llama_cpp
 
         self._llama = llama_cpp
@@ -56,6 +58,9 @@ class Llama:
         params.kv_unified = True
         if f32_cache:
             params.type_k = params.type_v = 0
+        if watched_node:
+            self._watcher = llama_cpp.ggml_backend_sched_eval_callback(_watcher_of(watched_node))
+            params.cb_eval = self._watcher
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         assert self._context, f"llama.cpp makes no context of {path.name}"
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
@@ -237,6 +242,16 @@ def hooked(on_layer: Callable[[LayerCall], None]) -> ExpertHook:
     if isinstance(on_layer, InProcessWorkers):
         on_layer.hook = hook
     return hook
+
+
+def _watcher_of(name: bytes) -> Callable[[int, bool, int], bool]:
+    """A cb_eval that asks for one node, and goes on after it."""
+    name_offset = 256  # of ggml_tensor.name
+
+    def watch(tensor: int, ask: bool, _: int) -> bool:
+        return not ask or ctypes.string_at(tensor + name_offset) == name
+
+    return watch
 
 
 _callbacks: list[object] = []
