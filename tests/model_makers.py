@@ -15,6 +15,8 @@ from types import MappingProxyType
 import gguf
 import numpy as np
 
+from tests.plain_llama import silence
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -318,6 +320,7 @@ def quantise(source: Path, destination: Path, type_name: str) -> Path:
     """
     import llama_cpp
 
+    silence()
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = QUANTISED_TYPES[type_name]
     parameters.nthread = 1

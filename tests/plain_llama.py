@@ -14,7 +14,7 @@ def decode_plainly(path: Path, tokens: Sequence[int], *, n_ubatch: int = 64) -> 
     """Logits of every position of `tokens`, [position, vocabulary], on one thread, without repacking."""
     import llama_cpp
 
-    _silence()
+    silence()
     model_parameters = llama_cpp.llama_model_default_params()
     model_parameters.n_gpu_layers = 0
     model_parameters.use_extra_bufts = False
@@ -54,7 +54,7 @@ _log: list[str] = []
 _callbacks: list[object] = []
 
 
-def _silence() -> None:
+def silence() -> None:
     """Keep llama.cpp's last lines for an error's text, instead of the terminal."""
     import llama_cpp
 
