@@ -61,7 +61,7 @@ $(ENVIRONMENT): pyproject.toml deploy/constraints.txt $(STAND_INS) | $(BIN)/pyth
 	@echo 'Setting up .venv; the first time llama.cpp is compiled, which takes some minutes.' >&2
 	@touch $@.started
 	$(PIP) install --upgrade -c deploy/constraints.txt pip
-	$(PIP) install --no-deps --force-reinstall deploy/stand-ins/fastecdsa
+	$(PIP) install --no-deps --force-reinstall deploy/stand-ins/fastecdsa deploy/stand-ins/trio-typing
 	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(PIP) install -c deploy/constraints.txt --group dev --editable .
 	@mv $@.started $@
 

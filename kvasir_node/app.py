@@ -282,7 +282,8 @@ class Node:
             if stored.manifest.digest() == digest:
                 return stored
         raise ModelUnusable(
-            f"the swarm's model {digest.hex()[:12]} is not here: add its file with 'kvasir-node models add FILE'"
+            f"the swarm's model {digest.hex()[:12]} is not here: add its file with "
+            "'kvasir-node models add FILE'"
         )
 
 

@@ -79,7 +79,7 @@ class LocalConnection:
             raise NotRunning("the connection was closed") from None
 
     async def receive(self) -> LocalMessage:
-        """The next message. Raises `NotRunning` at the end of the stream, `RemoteProtocolError` for nonsense."""
+        """The next message. Raises `NotRunning` at the end, `RemoteProtocolError` for nonsense."""
         while not self._ready:
             try:
                 data = await self._stream.receive_some(_READ_BYTES)
@@ -120,9 +120,7 @@ class ControlServer:
                 self._path.unlink(missing_ok=True)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        credentials = stream.socket.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
-        )
+        credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
         if user not in (os.geteuid(), 0):
             log.warning("control_refused", user=user)
@@ -199,7 +197,7 @@ async def request_status(path: Path) -> str:
 
 
 async def request_stop(path: Path, timeout_s: float) -> None:
-    """Ask the daemon to stop and wait until it has. Raises `NotRunning`, or `EngineFailed` when it takes longer."""
+    """Ask the daemon to stop and wait until it has. Raises `NotRunning`, or `EngineFailed` when late."""
     async with connect_daemon(path) as connection:
         with trio.move_on_after(timeout_s):
             await connection.send(StopRequest())

@@ -20,12 +20,13 @@ from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import Engine, start_engine
 from kvasir_proto.errors import EngineFailed
-from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
+from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.messages.engine import (
     ConnectHolder,
     DiallerExpected,
     EvaluateLogits,
     ExpectDialler,
+    Generate,
     HolderConnected,
     HolderLost,
     Listen,
@@ -33,9 +34,13 @@ from kvasir_proto.messages.engine import (
     LoadShard,
     LoadTrunk,
     LogitsEvaluated,
+    SessionEnded,
     SetFence,
     SetLease,
     ShardLoaded,
+    TokenEmitted,
+    Tokenize,
+    Tokenized,
     TrunkLoaded,
 )
 from kvasir_proto.placement.plan import Plan, make_plan
@@ -54,6 +59,11 @@ EVALUATE_TIMEOUT_S: Final = 3600.0
 _TOKEN_LIFETIME_NS: Final = 10_000_000_000
 _LEASE_NS: Final = 24 * 3600 * 1_000_000_000
 _HOST: Final = "127.0.0.1"
+
+DEFAULT_TOP_K: Final = 40
+DEFAULT_TOP_P: Final = 0.95
+DEFAULT_MIN_P: Final = 0.05
+"""The filters that `generate` uses unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +87,20 @@ class LocalSwarm:
     trunk: TrunkLoaded
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole session on one engine: token ids, and the rate of decoding them."""
+
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    tokens_per_second: float
+
+
 def _digest_for(key: Ed25519PrivateKey) -> SwarmDigest:
     """A swarm digest of this measurement's own, so that nothing signed in it means anything elsewhere."""
-    return SwarmDigest(hashlib.sha256(b"kvasir local measurement" + key.public_key().public_bytes_raw()).digest())
+    return SwarmDigest(
+        hashlib.sha256(b"kvasir local measurement" + key.public_key().public_bytes_raw()).digest()
+    )
 
 
 async def start_reference(
@@ -135,7 +156,12 @@ async def start_local_swarm(
     workers = []
     for worker_key, worker_id in zip(worker_keys, worker_ids, strict=True):
         worker = await start_engine(
-            nursery, "worker", node_key=worker_key, swarm_digest=swarm_digest, generation=1, directory=directory
+            nursery,
+            "worker",
+            node_key=worker_key,
+            swarm_digest=swarm_digest,
+            generation=1,
+            directory=directory,
         )
         workers.append(worker)
         await _serve_shard(worker, model, plan, worker_id, settings)
@@ -149,6 +175,41 @@ async def evaluate_logits(
     """Run the tokens through in these chunks; the logits of every position end up in ``output_path``."""
     request = EvaluateLogits(engine.next_request(), token_ids, chunk_sizes, str(output_path))
     return await engine.exchange(request, LogitsEvaluated, EVALUATE_TIMEOUT_S)
+
+
+async def generate(
+    engine: Engine, prompt: str, n_tokens: int, *, seed: int, temperature: float
+) -> Generation:
+    """Run one session with the default filters. Raises `EngineFailed` when it fails."""
+    tokenized = await engine.exchange(Tokenize(engine.next_request(), prompt), Tokenized, CONNECT_TIMEOUT_S)
+    session = SessionId(secrets.token_bytes(16))
+    await engine.send(
+        Generate(
+            session=session,
+            prompt=None,
+            token_ids=tokenized.token_ids,
+            n_tokens=n_tokens,
+            seed=seed,
+            temperature=temperature,
+            top_k=DEFAULT_TOP_K,
+            top_p=DEFAULT_TOP_P,
+            min_p=DEFAULT_MIN_P,
+            deadline_ms=int(EVALUATE_TIMEOUT_S * 1000),
+        )
+    )
+    tokens = []
+    async for event in engine.events:
+        match event:
+            case TokenEmitted() if event.session == session:
+                tokens.append(event.token)
+            case SessionEnded() if event.session == session:
+                if event.reason == "failed":
+                    raise EngineFailed(f"{event.code}: {event.detail}")
+                rate = max(0, event.n_generated - 1) / (event.decode_ns / 1e9) if event.decode_ns else 0.0
+                return Generation(tokenized.token_ids, tuple(tokens), rate)
+            case _:
+                pass  # what an engine says about holders is its dispatcher's to act on
+    raise EngineFailed(f"the engine ended: {await engine.wait_ended()}")
 
 
 async def _load_trunk(

@@ -1,8 +1,8 @@
 """A nursery that lets one error out as itself instead of in a group.
 
-trio wraps what leaves a nursery in an exception group, since several tasks may fail at once. Where a nursery is
-an implementation detail its caller wants the error: the engine failed, the model is unusable. Groups of errors
-that are not ours pass unchanged: those are bugs and should be seen whole.
+trio wraps what leaves a nursery in an exception group, since several tasks may fail at once. Where a nursery
+is an implementation detail its caller wants the error: the engine failed, the model is unusable. Groups of
+errors that are not ours pass unchanged: those are bugs and should be seen whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 @contextlib.asynccontextmanager
 async def open_unwrapping_nursery() -> AsyncIterator[trio.Nursery]:
-    """Like `trio.open_nursery`; when all that failed is one or more of our own errors, the first is raised."""
+    """Like `trio.open_nursery`; when all that failed are errors of ours, the first of them is raised."""
     try:
         async with trio.open_nursery() as nursery:
             yield nursery

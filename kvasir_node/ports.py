@@ -7,7 +7,7 @@ answer to the guarantees written here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -80,9 +80,12 @@ class EnginePort(Protocol):
         reply_type: type[ReplyT] | tuple[type[ReplyT], ...],
         timeout_s: float,
         *,
-        where: Callable[[ReplyT], bool] = ...,
+        where: Callable[[Any], bool] = ...,
     ) -> ReplyT:
         """Send and wait for the matching reply; raises the engine's fault, or `EngineFailed`."""
+
+    async def statistics_json(self) -> str:
+        """Its counters as one JSON object; raises like `exchange`."""
 
     async def wait_ended(self) -> str:
         """Wait for its end; the reason."""

@@ -1,8 +1,8 @@
 """Engine processes as control sees them: started, spoken to, noticed when they die, restarted with patience.
 
-An engine is a child joined by a socket pair; an abort inside ggml or a hostile file costs the engine and never
-the node. This module knows processes and messages. What an engine is told, and what its death means for the
-swarm, is decided by its duty.
+An engine is a child joined by a socket pair; an abort inside ggml or a hostile file costs the engine and
+never the node. This module knows processes and messages. What an engine is told, and what its death means
+for the swarm, is decided by its duty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -129,7 +129,7 @@ class Engine:
         reply_type: type[ReplyT] | tuple[type[ReplyT], ...],
         timeout_s: float,
         *,
-        where: Callable[[ReplyT], bool] = lambda _: True,
+        where: Callable[[Any], bool] = lambda _: True,
     ) -> ReplyT:
         """Send ``message`` and wait for a reply of that type, or of one of those, for which ``where`` holds.
 
@@ -264,7 +264,7 @@ async def start_engine(
     finally:
         theirs.close()
     engine = Engine(role, process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
-    nursery.start_soon(engine._run)  # noqa: SLF001 - an engine runs from its start, in its starter's nursery
+    nursery.start_soon(engine._run)
     try:
         hello = await engine.exchange(None, EngineHello, START_TIMEOUT_S)
         engine.backend = hello.backend

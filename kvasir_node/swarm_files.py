@@ -1,4 +1,4 @@
-"""What a node remembers of its swarm on disk: the manifest, its proof of the term, its fence, the recovery key.
+"""What a node remembers of its swarm on disk: manifest, term proof, fence, recovery key.
 
 Every file appears whole or not at all and survives a power cut once written: a vote or a fence that could be
 forgotten is worth nothing. Files that hold keys can be read by this user only. It decides nothing about

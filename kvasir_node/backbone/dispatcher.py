@@ -437,22 +437,23 @@ class Dispatcher:
             default=0,
         )
         wait_ms = max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)
-        for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
+        for descriptor, _ in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
             index = self._index_of_descriptor.get(descriptor)
             if index is not None:
-                self._move(index, events)
+                self._move(index)
         self._lose_late()
 
-    def _move(self, index: int, events: int) -> None:
+    def _move(self, index: int) -> None:
         place = self._places[index]
         assert place is not None
         holder = place.holder
         assert isinstance(holder, RemoteHolder)
         try:
-            if holder.wants_to_send:
+            was_sending = holder.wants_to_send
+            if was_sending:
                 holder.send_pending()
-                if not holder.wants_to_send:
-                    self._poll.modify(holder.fileno(), select.POLLIN)
+            if was_sending and not holder.wants_to_send:
+                self._poll.modify(holder.fileno(), select.POLLIN)
             # With nothing outstanding one read is due all the same: it is how an end of stream is noticed.
             while (reply := holder.receive_reply()) is not None:
                 if not self._take(index, holder, *reply) or not holder.outstanding:
@@ -462,8 +463,9 @@ class Dispatcher:
         except RemoteProtocolError as error:
             self._lose(index, error.code, str(error))
 
-    def _take(self, index: int, holder: RemoteHolder, request: Request, header: ReplyHeader,
-              payload: memoryview) -> bool:
+    def _take(
+        self, index: int, holder: RemoteHolder, request: Request, header: ReplyHeader, payload: memoryview
+    ) -> bool:
         """Use one reply. Returns False when it cost the holder its place."""
         if header.code is not ReplyCode.OK:
             holder.outstanding.appendleft(request)

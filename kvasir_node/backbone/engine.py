@@ -26,7 +26,7 @@ from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
 from kvasir_node.backbone.sampling import SamplingParameters
 from kvasir_node.backbone.session import EmittedToken, SessionOutcome, run_session
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
-from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
 from kvasir_node.native_library import load as load_native_library
@@ -53,6 +53,8 @@ from kvasir_proto.messages.engine import (
     SessionEnded,
     SetLease,
     TokenEmitted,
+    Tokenize,
+    Tokenized,
     TrunkLoaded,
 )
 
@@ -98,6 +100,8 @@ class BackboneEngine:
                 cancelled = self._cancellations.get(message.session)
                 if cancelled is not None:
                     cancelled.set()
+            case Tokenize():
+                self._submit(lambda: self._tokenize(message), message.request)
             case EvaluateLogits():
                 self._submit(lambda: self._evaluate(message), message.request)
             case QueryStatistics():
@@ -150,10 +154,7 @@ class BackboneEngine:
                 )
             trunk = Trunk(Path(message.backbone_path), settings, hook)
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:
-            exit_code = error.exit_code if isinstance(error, KvasirError) else 1
-            self._channel.send(
-                EngineFault(message.request, "trunk_unusable", as_sentence(str(error)), exit_code)
-            )
+            self._channel.send(fault_of(message.request, error, "trunk_unusable"))
             return
         self._manifest, self._hook, self._trunk = manifest, hook, trunk
         self._channel.send(
@@ -182,7 +183,9 @@ class BackboneEngine:
             self._jobs.put_nowait(lambda: self._run_session(message, cancelled, deadline_ns))
         except queue.Full:
             del self._cancellations[message.session]
-            self._end_session(message, SessionOutcome(reason="failed"), "busy", "too many sessions wait", 0, 0)
+            self._end_session(
+                message, SessionOutcome(reason="failed"), "busy", "too many sessions wait", 0, 0
+            )
 
     def _run_session(self, message: Generate, cancelled: threading.Event, deadline_ns: int) -> None:
         outcome = SessionOutcome()
@@ -256,6 +259,14 @@ class BackboneEngine:
             )
         )
 
+    def _tokenize(self, message: Tokenize) -> None:
+        try:
+            token_ids = tuple(self._ready_trunk().tokenize(message.prompt))
+        except (KvasirError, ProtocolError) as error:
+            self._channel.send(fault_of(message.request, error, "not_tokenized"))
+            return
+        self._channel.send(Tokenized(message.request, token_ids))
+
     def _evaluate(self, message: EvaluateLogits) -> None:
         """Decode the tokens chunk by chunk and write F32 logits [n_tokens, n_vocab] as a .npy file."""
         try:
@@ -282,10 +293,7 @@ class BackboneEngine:
                 start += size
             logits.flush()
         except (KvasirError, ProtocolError, DecodeAborted, OSError) as error:
-            known = isinstance(error, KvasirError)
-            code = error.code if known else "evaluation_failed"
-            exit_code = error.exit_code if known else 1
-            self._channel.send(EngineFault(message.request, code, as_sentence(str(error)), exit_code))
+            self._channel.send(fault_of(message.request, error, "evaluation_failed"))
             return
         self._channel.send(
             LogitsEvaluated(

@@ -187,9 +187,7 @@ class RemoteHolder:
         self.connection.close()
 
 
-def open_remote_holder(
-    node_id: NodeId, connection: ssl.SSLSocket, open_payload: bytes
-) -> RemoteHolder:
+def open_remote_holder(node_id: NodeId, connection: ssl.SSLSocket, open_payload: bytes) -> RemoteHolder:
     """Do the OPEN exchange on a fresh blocking connection and measure its round trip.
 
     Raises `OSError` or `RemoteProtocolError` (the worker's refusal, by its code) and closes the connection.

@@ -100,9 +100,7 @@ def run_session(
         sampler.close()
 
 
-def _check(
-    check_authority: Callable[[], object], cancelled: threading.Event, deadline_ns: int
-) -> None:
+def _check(check_authority: Callable[[], object], cancelled: threading.Event, deadline_ns: int) -> None:
     if not cancelled.is_set() and time.monotonic_ns() > deadline_ns:
         raise SessionDeadlineExpired("the session's deadline has passed")
     check_authority()

@@ -78,9 +78,7 @@ class Trunk:
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocabulary))
         self.n_layer = int(llama_cpp.llama_model_n_layer(self._model))
         self.n_ctx = int(llama_cpp.llama_n_ctx(self._context))
-        self.has_tokenizer = (
-            llama_cpp.llama_vocab_type(self._vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
-        )
+        self.has_tokenizer = llama_cpp.llama_vocab_type(self._vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
         self._batch = llama_cpp.llama_batch_init(settings.n_ctx, 0, 1)
         self._position = 0
 
@@ -134,27 +132,23 @@ class Trunk:
         return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text`` with the model's own beginning-of-text rule; special tokens are not parsed."""
+        """Token ids of ``text`` by the model's own beginning-of-text rule; special tokens are not parsed."""
         if not self.has_tokenizer:
             raise ModelUnusable("this model has no tokenizer: give token ids")
         data = text.encode()
         capacity = len(data) + 8
         tokens = (llama_cpp.llama_token * capacity)()
-        count = llama_cpp.llama_tokenize(
-            self._vocabulary, data, len(data), tokens, capacity, True, False
-        )
+        count = llama_cpp.llama_tokenize(self._vocabulary, data, len(data), tokens, capacity, True, False)
         if count < 0:
             raise ModelUnusable("the tokenizer did not accept the text")
         return list(tokens[:count])
 
     def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` stands for; part of a UTF-8 sequence at times, empty without a tokenizer."""
+        """The bytes of ``token``, at times part of a UTF-8 sequence; empty without a tokenizer."""
         if not self.has_tokenizer:
             return b""
         buffer = ctypes.create_string_buffer(_PIECE_BYTES_MAX)
-        count = llama_cpp.llama_token_to_piece(
-            self._vocabulary, token, buffer, _PIECE_BYTES_MAX, 0, False
-        )
+        count = llama_cpp.llama_token_to_piece(self._vocabulary, token, buffer, _PIECE_BYTES_MAX, 0, False)
         return buffer.raw[: max(0, int(count))]
 
     def is_end_of_generation(self, token: int) -> bool:

@@ -33,7 +33,8 @@ _COMMANDS: Final = {
 }
 EXIT_STATUS_HELP: Final = (
     "Exit status: 0 ok, 1 failed, 2 usage, 3 not running, 4 already running, 5 port in use, "
-    "6 configuration invalid, 7 model missing, damaged or no space, 8 incompatible version, 9 out of tolerance."
+    "6 configuration invalid, 7 model missing, damaged or no space, 8 incompatible version, "
+    "9 out of tolerance."
 )
 
 

@@ -35,7 +35,9 @@ def parse_token_ids(text: str | None) -> tuple[int, ...]:
 @click.argument("prompt", required=False)
 @click.option("--token-ids", help="The prompt as token ids, comma-separated, instead of text.")
 @click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy."
+)
 @click.option("--top-k", type=click.IntRange(0), default=40, show_default=True, help="0 switches it off.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="1: off.")
 @click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="0: off.")
@@ -59,7 +61,7 @@ def generate(
     if (prompt is None) == (token_ids is None):
         raise UsageError("give either PROMPT or --token-ids")
     if prompt == "-":
-        prompt = click.get_text_stream("stdin").read()
+        prompt = sys.stdin.read()
     request = GenerateRequest(
         prompt=prompt,
         token_ids=parse_token_ids(token_ids),

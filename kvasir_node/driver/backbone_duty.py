@@ -173,7 +173,9 @@ class BackboneDuty:
                         self._note_change()
                         return
                     case _:
-                        raise RemoteProtocolError(f"{message.kind} is not for a backbone", "unexpected_message")
+                        raise RemoteProtocolError(
+                            f"{message.kind} is not for a backbone", "unexpected_message"
+                        )
         except RemoteProtocolError as error:
             log.info("conversation_refused", node=node_id, code=error.code, reason=str(error))
             await refuse(stream, error)

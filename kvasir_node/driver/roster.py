@@ -81,7 +81,7 @@ class Roster:
         return known
 
     def heartbeat(self, node_id: NodeId, now: Instant) -> None:
-        """A member is alive. Raises `RemoteProtocolError` (``unknown_member``) for one that must join first."""
+        """A member is alive. Raises `RemoteProtocolError` (``unknown_member``) for one that must join."""
         member = self._members.get(node_id)
         if member is None or not member.is_active:
             raise RemoteProtocolError("join first", "unknown_member")
@@ -107,9 +107,7 @@ class Roster:
     def expire(self, now: Instant) -> list[NodeId]:
         """Mark members that have been silent too long as lost; their ids."""
         silent = [
-            member
-            for member in self
-            if member.is_active and between(member.last_seen, now) > LOST_AFTER
+            member for member in self if member.is_active and between(member.last_seen, now) > LOST_AFTER
         ]
         for member in silent:
             member.state, member.reason = "lost", "no heartbeat"

@@ -204,7 +204,7 @@ class WorkerDuty:
             await tell(stream, Refusal(code, as_sentence(str(error))))
 
     def _check_proof(self, node_id: NodeId, proof: bytes) -> ProvenTerm:
-        """The proven term, if it is this node's and not behind our fence; moves the fence when it is newer."""
+        """The proven term, if it makes ``node_id`` backbone and is not behind our fence."""
         swarm = self._swarm
         if swarm is None:
             raise RemoteProtocolError("no swarm is known here yet", "not_a_member")
@@ -243,7 +243,10 @@ class WorkerDuty:
             self._assignment = assignment
             loaded = await self._load(assignment)
         return PlanAccept(
-            assignment.revision, assignment.shard.digest(), loaded, self._engine.backend if self._engine else "-"
+            assignment.revision,
+            assignment.shard.digest(),
+            loaded,
+            self._engine.backend if self._engine else "-",
         )
 
     async def _load(self, assignment: _Assignment) -> int:

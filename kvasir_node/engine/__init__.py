@@ -1,0 +1,1 @@
+"""The engine process: its start, its channel to control, its lease and its pinned TLS data plane."""

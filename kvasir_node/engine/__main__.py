@@ -19,16 +19,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvasir_node import native_library
 from kvasir_node.engine.certificate import EngineKey
-from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.llama_log import capture_llama_log
 from kvasir_node.engine.tls import EngineCredentials
 from kvasir_node.telemetry import bind_process, configure_telemetry
-from kvasir_node.telemetry import get_logger
 from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError
-from kvasir_proto.limits import as_sentence
 from kvasir_proto.messages.engine import (
     EngineCertificate,
-    EngineFault,
     EngineHello,
     EngineIdentity,
     EngineMessage,
@@ -76,7 +73,7 @@ def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
             try:
                 engine.handle(message)
             except ProtocolError as error:
-                channel.send(EngineFault(None, "protocol", as_sentence(str(error)), 1))
+                channel.send(fault_of(None, error, "protocol"))
     finally:
         engine.close()
 
@@ -98,7 +95,7 @@ def main(arguments: list[str]) -> int:
     try:
         _serve(options.role, channel, options.directory)
     except KvasirError as error:
-        channel.send(EngineFault(None, "engine_unusable", as_sentence(str(error)), error.exit_code))
+        channel.send(fault_of(None, error, "engine_unusable"))
         return error.exit_code
     return 0
 

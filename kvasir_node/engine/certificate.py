@@ -71,9 +71,7 @@ def public_der(key: object) -> bytes:
     """SubjectPublicKeyInfo of a public key. Raises `RemoteProtocolError` for a kind we do not use."""
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise RemoteProtocolError("an engine's key is on an elliptic curve", code="wrong_engine")
-    return key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def verify_engine_certificate(

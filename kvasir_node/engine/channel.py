@@ -12,10 +12,20 @@ from collections import deque
 from typing import Final
 
 from kvasir_proto.codec import decode, encode
+from kvasir_proto.errors import KvasirError
 from kvasir_proto.framing import FrameReader, frame
-from kvasir_proto.messages.engine import ENGINE, EngineMessage
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.messages.engine import ENGINE, EngineFault, EngineMessage
 
 _READ_BYTES: Final = 64 * 1024
+
+
+def fault_of(request: int | None, error: BaseException, code: str) -> EngineFault:
+    """The fault that tells control of ``error``; an error of ours brings its own code and exit status."""
+    detail = as_sentence(str(error) or type(error).__name__)
+    if isinstance(error, KvasirError):
+        return EngineFault(request, error.code, detail, error.exit_code)
+    return EngineFault(request, code, detail, KvasirError.exit_code)
 
 
 class ControlChannel:

@@ -184,11 +184,10 @@ class BackboneConnection:
         if program is None:
             raise RemoteProtocolError(f"program {header.program} was never sent", code="unknown_program")
         n_embd_in, n_embd_out = self._kernel.row_widths(header.layer, program)
-        if header.payload_bytes != dispatch.dispatch_payload_bytes(
-            header.n_rows, header.n_pairs, n_embd_in
-        ):
+        if header.payload_bytes != dispatch.dispatch_payload_bytes(header.n_rows, header.n_pairs, n_embd_in):
             raise RemoteProtocolError(
-                f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}", code="shape_invalid"
+                f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}",
+                code="shape_invalid",
             )
         payload_bytes = 4 * header.n_pairs * n_embd_out
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.tls import (
     HANDSHAKE_TIMEOUT_S,
     TOKEN_BYTES,
@@ -33,8 +33,8 @@ from kvasir_node.engine.tls import (
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.model.expert_bytes import ExpertSource
-from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_node.telemetry import get_logger
+from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import KvasirError, LocalProtocolError, PortInUse, RemoteProtocolError
 from kvasir_proto.limits import as_sentence
@@ -116,10 +116,7 @@ class WorkerEngine:
             with ExpertSource(Path(message.source_path), manifest) as source:
                 kernel = GgmlCpuKernel(manifest, shard, source.read, threads=message.threads)
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
-            exit_code = error.exit_code if isinstance(error, KvasirError) else 1
-            self._channel.send(
-                EngineFault(message.request, "shard_unusable", as_sentence(str(error)), exit_code)
-            )
+            self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return
         # A new shard means a new plan: old connections end, their backbone dials again for the new one.
         self._end_connections()
@@ -145,7 +142,9 @@ class WorkerEngine:
                 EngineFault(
                     None,
                     "port_in_use" if taken else "address_unusable",
-                    as_sentence(f"data plane cannot listen on {message.host}:{message.port}: {error.strerror}"),
+                    as_sentence(
+                        f"data plane cannot listen on {message.host}:{message.port}: {error.strerror}"
+                    ),
                     PortInUse.exit_code if taken else 1,
                 )
             )
@@ -158,9 +157,7 @@ class WorkerEngine:
         with self._expected_lock:
             while len(self._expected) >= DIALLERS_EXPECTED_MAX:
                 self._expected.pop(next(iter(self._expected)))
-            self._expected[message.token] = _ExpectedDialler(
-                message.certificate, message.expires_boottime_ns
-            )
+            self._expected[message.token] = _ExpectedDialler(message.certificate, message.expires_boottime_ns)
         self._channel.send(DiallerExpected(message.token))
 
     def _set_fence(self, fence: tuple[int, int]) -> None:

@@ -289,6 +289,24 @@ class RemoveHolder:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokenize:
+    """Asks for the token ids that a session would make of this prompt."""
+
+    kind: ClassVar[str] = "tokenize"
+    request: Sequence63
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The answer to `Tokenize`."""
+
+    kind: ClassVar[str] = "tokenized"
+    request: Sequence63
+    token_ids: Tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """Start a session. `prompt` is text, or None and `token_ids` is the prompt."""
 
@@ -388,6 +406,8 @@ EngineMessage: TypeAlias = (
     | HolderConnected
     | HolderLost
     | RemoveHolder
+    | Tokenize
+    | Tokenized
     | Generate
     | TokenEmitted
     | SessionEnded

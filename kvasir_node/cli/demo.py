@@ -1,0 +1,131 @@
+"""`demo`: the swarm on one machine, for people and for programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+import trio
+
+from kvasir_node.cli.output import json_option, note, print_json, print_table
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.cli.status import short_id
+from kvasir_proto.errors import UsageError
+
+KILL_WORKERS_MIN = 3
+WORKERS_MAX = 16
+
+
+@click.command()
+@click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=3, show_default=True)
+@click.option(
+    "--tokens", type=click.IntRange(1, 400), default=64, show_default=True, help="Tokens to generate."
+)
+@click.option("--prompt", default="In the beginning", show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=7, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True)
+@click.option(
+    "--kill-worker", is_flag=True, help="SIGKILL one holder in the middle; needs 3 workers or more."
+)
+@json_option
+@click.pass_context
+def demo(
+    ctx: click.Context,
+    workers: int,
+    tokens: int,
+    prompt: str,
+    seed: int,
+    temperature: float,
+    kill_worker: bool,
+    as_json: bool,
+) -> None:
+    """Run a real swarm on this machine: a backbone and workers, joined over libp2p, the shipped model.
+
+    Then run the same in a single process and compare. Exit status 1 when they differ.
+    """
+    if kill_worker and workers < KILL_WORKERS_MIN:
+        raise UsageError(
+            f"--kill-worker needs --workers {KILL_WORKERS_MIN} or more: else nobody else holds its experts"
+        )
+    if not prompt:
+        raise UsageError("--prompt is empty")
+    session: CommandSession = ctx.obj
+    session.configure()
+    from kvasir_node.demo import DemoOptions, DemoReporter, run_demo
+
+    options = DemoOptions(workers, tokens, prompt, seed, temperature, kill_worker)
+    report = DemoReporter(
+        say=note,
+        show=_ignore_status if as_json else _show_swarm,
+        text=_ignore_text if as_json else _write,
+    )
+    session.locations.prepare()
+    directory = session.locations.cache / f"demo-{os.getpid()}"
+    directory.mkdir(mode=0o700)
+    result = trio.run(run_demo, options, directory, report)
+    if as_json:
+        print_json(result)
+    else:
+        _print_verdict(result)
+    ctx.exit(0 if result["passed"] else 1)
+
+
+def _ignore_status(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> None:
+    return
+
+
+def _ignore_text(piece: str) -> None:
+    return
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _show_swarm(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> None:
+    model = backbone["model"]
+    click.echo(
+        f"\n{model['name']}: {model['arch']}, {model['n_layer']} layers, "
+        f"{model['n_expert']} experts a layer, {model['n_expert_used']} used for each token\n"
+    )
+    experts = f"{model['n_moe_layer'] * model['n_expert']} experts"
+    rows: list[tuple[object, ...]] = [
+        (
+            "backbone",
+            short_id(backbone["node_id"]),
+            backbone["engine"]["pid"],
+            backbone["engine"]["backend"],
+            "attention, router, norms, head; no expert",
+        ),
+    ]
+    for each in workers:
+        held = f"{each['n_experts_held']} of {experts}"
+        rows.append(
+            ("worker", short_id(each["node_id"]), each["engine"]["pid"], each["engine"]["backend"], held)
+        )
+    print_table(("ROLE", "NODE", "PID", "BACKEND", "HOLDS"), rows)
+    click.echo()
+
+
+def _print_verdict(result: dict[str, Any]) -> None:
+    exact = result["exact"]
+    same = "the same text" if result["same_tokens_as_single_process"] else "ANOTHER TEXT"
+    click.echo(
+        f"\nAgainst a single process: {same}, largest logit difference {exact['max_abs_logit_delta']} over "
+        f"{exact['compared_positions']} positions."
+    )
+    click.echo(
+        f"{result['tokens_per_second']:.1f} tokens/s in the swarm, "
+        f"{result['single_process_tokens_per_second']:.1f} in the single process; "
+        f"{result['experts_missing_total']} rows missing, {result['router']['worker_decisions']} routing "
+        "decisions by workers."
+    )
+    if "killed_pid" in result:
+        click.echo(
+            f"The worker engine {result['killed_pid']} was killed on the way; "
+            f"{result['rows_retried']} rows went to another holder."
+        )
+    click.echo("PASSED" if result["passed"] else "FAILED")

@@ -1,0 +1,362 @@
+"""The demonstration: a real swarm on this machine, then a single process beside it, then the comparison.
+
+Every node is a daemon of its own with its own home, started by the same command a user would type; they find
+each other over libp2p and serve the shipped model. The single process is the same llama.cpp on the same
+weights without a swarm. What is compared is what both computed: the token ids, and the logits of every
+position. Nothing here is kept: the homes are removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import trio
+
+from kvasir_node import app
+from kvasir_node.cli.generate import collect
+from kvasir_node.config import load_configuration
+from kvasir_node.control import connect_daemon, request_status, request_stop
+from kvasir_node.local_swarm import (
+    DEFAULT_MIN_P,
+    DEFAULT_TOP_K,
+    DEFAULT_TOP_P,
+    RunSettings,
+    evaluate_logits,
+    generate,
+    start_reference,
+)
+from kvasir_node.locations import Locations, locate
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_proto.errors import EngineFailed, KvasirError, NotRunning
+from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest
+
+READY_TIMEOUT_S: Final = 90.0
+STOP_TIMEOUT_S: Final = 20.0
+SESSION_TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.1
+_STALL_S: Final = 0.3
+"""Long enough for the backbone to have rows outstanding at a stopped worker, far below their deadline."""
+
+_LOG_TAIL_BYTES: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the user chose. ``kill_worker`` SIGKILLs one holder in the middle of the text."""
+
+    n_workers: int
+    n_tokens: int
+    prompt: str
+    seed: int
+    temperature: float
+    kill_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DemoNode:
+    """One daemon of the demonstration."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    locations: Locations
+    log_file: Path
+
+    async def status(self) -> dict[str, Any]:
+        """Its status document. Raises `NotRunning` while it does not listen yet."""
+        document: dict[str, Any] = json.loads(await request_status(self.locations.control_socket))
+        return document
+
+    def log_tail(self) -> str:
+        """The end of what it logged, for an error message."""
+        return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReporter:
+    """Where the demonstration shows what happens: ``say`` a line of progress, ``show`` the swarm's status
+    documents once it is ready, ``text`` each piece of text."""
+
+    say: Callable[[str], None]
+    show: Callable[[dict[str, Any], list[dict[str, Any]]], None]
+    text: Callable[[str], None]
+
+
+async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) -> dict[str, Any]:
+    """Run it in ``directory``, which is removed afterwards; the report that `demo --json` prints.
+
+    Raises `EngineFailed` when the swarm does not come up or loses the session.
+    """
+    try:
+        async with _open_swarm(options.n_workers, directory, report.say) as nodes:
+            return await _demonstrate(options, nodes, directory, report)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _demonstrate(
+    options: DemoOptions, nodes: list[DemoNode], directory: Path, report: DemoReporter
+) -> dict[str, Any]:
+    backbone = nodes[0]
+    started = await backbone.status()
+    workers = [await node.status() for node in nodes[1:]]
+    processes = _processes(started, workers)
+    report.show(started, workers)
+    request = GenerateRequest(
+        prompt=options.prompt,
+        token_ids=(),
+        n_tokens=options.n_tokens,
+        seed=options.seed,
+        temperature=options.temperature,
+        top_k=DEFAULT_TOP_K,
+        top_p=DEFAULT_TOP_P,
+        min_p=DEFAULT_MIN_P,
+    )
+    report.text(options.prompt)
+    killed_pid = None
+    async with connect_daemon(backbone.locations.control_socket) as connection:
+        with trio.fail_after(SESSION_TIMEOUT_S):
+            if options.kill_worker:
+                victim = workers[-1]["engine"]["pid"]
+                killed_pid, (tokens, text, end) = await _generate_while_killing(
+                    connection, request, victim, nodes[-1], report.text
+                )
+            else:
+                tokens, text, end = await collect(connection, request, report.text)
+    if end.reason == "failed":
+        raise EngineFailed(f"the session failed: {end.code}: {end.detail}")
+    session = json.loads(end.statistics)
+    report.text("\n")
+    report.say("running the same in a single process")
+    reference, exact = await _compare(options, backbone, tokens, directory)
+    finished = await backbone.status()
+    alive = nodes[1:-1] if options.kill_worker else nodes[1:]
+    decisions = _worker_decisions(finished, [await node.status() for node in alive])
+    same_text = reference["tokens"] == tokens
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "passed": bool(
+            same_text
+            and exact["max_abs_logit_delta"] == 0.0
+            and decisions == 0
+            and finished["experts_missing_total"] == 0
+        ),
+        "processes": processes,
+        "model": started["model"],
+        "text": text,
+        "tokens": len(tokens),
+        "token_ids": tokens,
+        "exact": exact,
+        "same_tokens_as_single_process": same_text,
+        "router": {"worker_decisions": decisions},
+        "experts_missing_total": finished["experts_missing_total"],
+        "tokens_per_second": session["tokens_per_second"],
+        "single_process_tokens_per_second": reference["tokens_per_second"],
+        "hook_calls": session["hook_calls"],
+    }
+    if options.kill_worker:
+        result |= {
+            "killed_pid": killed_pid,
+            "rows_retried": session["rows_retried"],
+            "text_equals_uninterrupted": same_text,
+        }
+        result["passed"] = result["passed"] and session["rows_retried"] >= 1
+    return result
+
+
+async def _generate_while_killing(
+    connection: Any,
+    request: GenerateRequest,
+    engine_pid: int,
+    node: DemoNode,
+    on_text: Callable[[str], None],
+) -> tuple[int, tuple[list[int], str, GenerateEnd]]:
+    """SIGKILL a holder while it owes rows: once a third of the text is there, stop it, then kill it.
+
+    Stopped first, it is sure to have rows outstanding when it dies; a kill between two layers would be
+    noticed before anything was asked of it.
+    """
+    pieces = 0
+    reached = trio.Event()
+
+    def count(piece: str) -> None:
+        nonlocal pieces
+        pieces += 1
+        on_text(piece)
+        if pieces >= max(1, request.n_tokens // 3):
+            reached.set()
+
+    async def kill() -> None:
+        await reached.wait()
+        os.kill(engine_pid, signal.SIGSTOP)
+        await trio.sleep(_STALL_S)
+        os.kill(engine_pid, signal.SIGKILL)
+        node.process.kill()
+
+    async with open_unwrapping_nursery() as nursery:
+        nursery.start_soon(kill)
+        outcome = await collect(connection, request, count)
+        nursery.cancel_scope.cancel()
+    return engine_pid, outcome
+
+
+async def _compare(
+    options: DemoOptions, backbone: DemoNode, tokens: list[int], directory: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The single process: the same generation, then both sides' logits over prompt and text."""
+    home = app.open_home(backbone.locations, load_configuration(backbone.locations.config_file, {}))
+    model = home.models.list()[0]
+    configuration = home.configuration
+    settings = RunSettings(
+        n_ctx=configuration.engine_context_tokens,
+        n_ubatch=configuration.engine_ubatch_tokens,
+        n_threads=configuration.engine_threads,
+    )
+    async with open_unwrapping_nursery() as nursery:
+        engine, _ = await start_reference(nursery, model, settings, backbone.locations.runtime)
+        alone = await generate(
+            engine,
+            options.prompt,
+            options.n_tokens,
+            seed=options.seed,
+            temperature=options.temperature,
+        )
+        prompt_ids = alone.prompt_ids
+        token_ids = prompt_ids + tuple(tokens)
+        chunk_sizes = (len(prompt_ids), *([1] * len(tokens)))
+        ours, theirs = directory / "swarm.npy", directory / "single.npy"
+        await evaluate_logits(engine, token_ids, chunk_sizes, theirs)
+        async with connect_daemon(backbone.locations.control_socket) as connection:
+            with trio.fail_after(SESSION_TIMEOUT_S):
+                await connection.send(EvaluateRequest(token_ids, chunk_sizes, str(ours)))
+                reply = await connection.receive()
+        if not isinstance(reply, EvaluateReply):
+            raise EngineFailed(f"the swarm's logits could not be had: {reply}")
+        nursery.cancel_scope.cancel()
+    swarm, single = np.load(ours, mmap_mode="r"), np.load(theirs, mmap_mode="r")
+    reference = {"tokens": list(alone.tokens), "tokens_per_second": alone.tokens_per_second}
+    exact = {
+        "max_abs_logit_delta": float(np.abs(swarm - single).max()),
+        "top1_agreement": float((swarm.argmax(axis=1) == single.argmax(axis=1)).mean()),
+        "compared_positions": len(token_ids),
+    }
+    return reference, exact
+
+
+def _processes(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    processes = []
+    for role, document in [("backbone", backbone), *(("worker", each) for each in workers)]:
+        engine = document["engine"]
+        processes.append(
+            {
+                "role": role,
+                "pid": engine["pid"],
+                "control_pid": document["pid"],
+                "backend": engine["backend"],
+                "node_id": document["node_id"],
+            }
+        )
+    return processes
+
+
+def _worker_decisions(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> int:
+    """Rows that workers computed and nobody had routed to them.
+
+    The backbone counts what it asked of each holder, each worker what it computed; a worker that chose
+    experts or rows of its own would show here.
+    """
+    asked = backbone["engine_statistics"]["dispatch"]["rows_by_holder"]
+    return sum(abs(each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers)
+
+
+@contextlib.asynccontextmanager
+async def _open_swarm(
+    n_workers: int, directory: Path, say: Callable[[str], None]
+) -> AsyncIterator[list[DemoNode]]:
+    """The backbone and its workers, ready; all of them are gone at the end."""
+    nodes: list[DemoNode] = []
+    try:
+        say("founding a swarm")
+        home = directory / "backbone"
+        locations = locate(home, {})
+        founder = app.open_home(locations, load_configuration(locations.config_file, {}))
+        app.found_swarm(founder, app.resolve_model(founder, None))
+        say(f"starting a backbone and {n_workers} workers, each a process of its own")
+        nodes.append(_start_node("backbone", home, "--workers-min", str(n_workers)))
+        address = (await _wait_status(nodes, 0, lambda document: bool(document["addresses"])))["addresses"][0]
+        nodes.extend(
+            _start_node("worker", directory / f"worker-{index + 1}", "--bootstrap", address)
+            for index in range(n_workers)
+        )
+        say("waiting until they have found each other and loaded their experts")
+        await _wait_status(nodes, 0, lambda document: document["state"] == "ready")
+        for index in range(1, len(nodes)):
+            await _wait_status(nodes, index, lambda document: document["state"] == "ready")
+        yield nodes
+    finally:
+        with trio.CancelScope(shield=True):
+            await _stop_nodes(nodes)
+
+
+def _start_node(role: str, home: Path, *arguments: str) -> DemoNode:
+    home.mkdir(mode=0o700, exist_ok=True)
+    log_file = home / "log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvasir_node", "--home", str(home), "run", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment | {"NO_COLOR": "1"},
+            start_new_session=True,
+        )
+    return DemoNode(role, process, locate(home, {}), log_file)
+
+
+async def _wait_status(
+    nodes: list[DemoNode], index: int, condition: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Wait until a node's status fulfils ``condition``; fails at once when any node has died."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    document: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        for node in nodes:
+            if node.process.poll() is not None:
+                raise EngineFailed(
+                    f"the {node.role} ended with status {node.process.returncode}:\n{node.log_tail()}"
+                )
+        with contextlib.suppress(NotRunning):
+            document = await nodes[index].status()
+            if condition(document):
+                return document
+        await trio.sleep(_POLL_S)
+    state = f"{document.get('state')}: {document.get('reason')}" if document else "it does not answer"
+    raise EngineFailed(f"the {nodes[index].role} was not ready in {READY_TIMEOUT_S:g} s ({state})")
+
+
+async def _stop_nodes(nodes: list[DemoNode]) -> None:
+    """Stop workers first, then the backbone; kill what does not stop."""
+    async with trio.open_nursery() as nursery:
+        for node in reversed(nodes):
+            nursery.start_soon(_stop_node, node)
+
+
+async def _stop_node(node: DemoNode) -> None:
+    with contextlib.suppress(KvasirError):
+        await request_stop(node.locations.control_socket, STOP_TIMEOUT_S)
+    with trio.move_on_after(STOP_TIMEOUT_S):
+        await trio.to_thread.run_sync(node.process.wait, abandon_on_cancel=True)
+    node.process.kill()  # nothing happens to one that has ended
+    await trio.to_thread.run_sync(node.process.wait)
