@@ -22,9 +22,12 @@ from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
 
+_NO_MATRIX: Final = frozenset({"i8", "i16", "i32", "i64", "f64"})
 _SMALLEST_FIRST: Final = sorted(
-    TENSOR_TYPES.values(), key=lambda each: (each.block_size_bytes / each.block_elements, each.id)
+    (each for each in TENSOR_TYPES.values() if each.name not in _NO_MATRIX),
+    key=lambda each: (each.block_size_bytes / each.block_elements, each.id),
 )
+"""The types that ggml multiplies matrices of, so that plain llama.cpp could open the file too."""
 
 
 def write_backbone_file(

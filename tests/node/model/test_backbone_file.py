@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvasir_node.model import gguf_writer
 from kvasir_node.model.backbone_file import (
     expert_bytes_of,
     hole_type,
@@ -136,6 +137,19 @@ def test_an_expert_that_changed_does_not_reach_the_reference(model: tuple[Path, 
     with pytest.raises(ModelUnusable, match=r"ffn_up_exps\.weight has not the manifest's digest"):
         write_reference_file(source, manifest, source.with_name("reference.gguf"))
     assert not source.with_name("reference.gguf").exists()
+
+
+def test_large_tensors_go_through_in_pieces(
+    model: tuple[Path, ModelManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, manifest = model
+    monkeypatch.setattr(gguf_writer, "COPY_SIZE_BYTES", 100)
+    assert build_manifest(source) == manifest
+    copied: list[int] = []
+    write_reference_file(source, manifest, source.with_name("reference.gguf"), copied.append)
+    assert contents(source.with_name("reference.gguf")) == contents(source)
+    assert max(copied) == 100
+    assert sum(copied) == manifest.trunk_size_bytes() + manifest.experts_size_bytes()
 
 
 def test_another_file_is_not_taken_for_the_model(model: tuple[Path, ModelManifest], tmp_path: Path) -> None:
