@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -72,9 +72,10 @@ def test_looking_for_an_interface_finds_none_rather_than_a_trap(stand_in: Any) -
 
 def test_libp2p_cannot_make_or_check_a_key_with_it() -> None:
     ecc: Any = importlib.import_module("libp2p.crypto.ecc")
-    for use in (
+    uses: tuple[Callable[[], object], ...] = (
         lambda: ecc.create_new_key_pair("P-256"),
         lambda: ecc.ECCPublicKey.from_bytes(b"\4" * 65, "P-256"),
-    ):
+    )
+    for use in uses:
         with pytest.raises(Exception, match="stand-in"):
             use()
