@@ -209,12 +209,18 @@ def program_of_flat(flat: bytes, input_per_slot: bool) -> ExpertProgram:
     """The program of steps in the native library's form; `LocalProtocolError` if it is not well formed."""
     try:
         steps = tuple(
-            ProgramStep(StepOp(op), a, b, TENSOR_SUFFIXES[tensor] if tensor >= 0 else "", params)
+            ProgramStep(StepOp(op), a, b, _suffix_of(tensor), params)
             for op, a, b, tensor, params in _FLAT_STEP.iter_unpack(flat)
         )
-    except (ValueError, IndexError, struct.error) as error:
+    except (ValueError, struct.error) as error:
         raise LocalProtocolError(f"expert program: not in the flat form ({error})") from error
     return ExpertProgram(steps, input_per_slot)
+
+
+def _suffix_of(number: int) -> str:
+    """The suffix that has this number in the flat form; empty for `ABSENT`."""
+    _require(ABSENT <= number < len(TENSOR_SUFFIXES), f"tensor {number} is not a routed expert's")
+    return TENSOR_SUFFIXES[number] if number != ABSENT else ""
 
 
 def decode_program(data: bytes) -> ExpertProgram:
