@@ -145,7 +145,10 @@ class Configuration:
     )
     engine_threads: int = _key("engine.threads", _integer(1, 1024), 1, "threads that compute, in each engine")
     engine_context_tokens: int = _key(
-        "engine.context_tokens", _integer(1, CONTEXT_LENGTH_MAX), 4096, "positions of the longest session"
+        "engine.context_tokens",
+        _integer(1, CONTEXT_LENGTH_MAX),
+        4096,
+        "positions of the longest session, at most what the model was trained for",
     )
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"

@@ -219,7 +219,7 @@ async def _compare(
     model = home.models.list()[0]
     configuration = home.configuration
     settings = RunSettings(
-        n_ctx=configuration.engine_context_tokens,
+        n_ctx=model.context_length(configuration.engine_context_tokens),
         n_ubatch=configuration.engine_ubatch_tokens,
         n_threads=configuration.engine_threads,
     )

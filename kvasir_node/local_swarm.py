@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.model.store import StoredModel
-from kvasir_node.supervisor import Engine, start_engine
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, Engine, load_trunk, start_engine
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.messages.engine import (
@@ -53,7 +53,6 @@ from kvasir_proto.term_proof import (
     make_term_proof,
 )
 
-LOAD_TIMEOUT_S: Final = 600.0
 CONNECT_TIMEOUT_S: Final = 30.0
 EVALUATE_TIMEOUT_S: Final = 3600.0
 _TOKEN_LIFETIME_NS: Final = 10_000_000_000
@@ -227,7 +226,7 @@ async def _load_trunk(
         kv_type="f32" if settings.kv_type == "f32" else "f16",
         n_seq=1,
     )
-    return await engine.exchange(request, TrunkLoaded, LOAD_TIMEOUT_S)
+    return await load_trunk(engine, request)
 
 
 async def _grant_lease(engine: Engine) -> None:

@@ -13,14 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.ports import EnginePort
 from kvasir_node.telemetry import LogFormat, LogLevel, get_logger
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
@@ -35,6 +36,7 @@ from kvasir_proto.errors import (
 )
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import SwarmDigest, node_id_of
+from kvasir_proto.instants import Duration, Instant, between, seconds
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import (
     ENGINE,
@@ -44,8 +46,10 @@ from kvasir_proto.messages.engine import (
     EngineIdentity,
     EngineMessage,
     EngineStatistics,
+    LoadTrunk,
     QueryStatistics,
     Shutdown,
+    TrunkLoaded,
 )
 
 log = get_logger()
@@ -53,8 +57,14 @@ log = get_logger()
 START_TIMEOUT_S: Final = 60.0
 """From fork to certificate; imports take about a second on a desktop, more on a phone under load."""
 
+LOAD_TIMEOUT_S: Final = 900.0
+"""For an engine to read what it was told to hold: a backbone file, or a shard with all its digests."""
+
 STOP_TIMEOUT_S: Final = 6.0
 """How long an engine may take to end in good order before it is killed."""
+
+STEADY_AFTER: Final[Duration] = seconds(60)
+"""An engine that lived this long starts with short delays again when it ends."""
 
 EVENTS_WAITING_MAX: Final = 1024
 _READ_BYTES: Final = 64 * 1024
@@ -72,6 +82,46 @@ ReplyT = TypeVar("ReplyT")
 def restart_delay_s(failures_in_a_row: int) -> float:
     """Seconds to wait before the next start: doubling from 1 s to a minute."""
     return float(min(_RESTART_DELAY_FIRST_S * 2.0 ** max(0, failures_in_a_row - 1), _RESTART_DELAY_MAX_S))
+
+
+async def load_trunk(engine: EnginePort, request: LoadTrunk) -> TrunkLoaded:
+    """Have an engine load its trunk. Raises `ModelUnusable` also when llama.cpp aborts on the file.
+
+    Values that only one architecture gives a meaning to pass our reader, and llama.cpp asserts on some.
+    """
+    try:
+        return await engine.exchange(request, TrunkLoaded, LOAD_TIMEOUT_S)
+    except EngineFailed as error:
+        if engine.has_ended:
+            raise ModelUnusable(f"llama.cpp gave up on the model: {error}") from error
+        raise
+
+
+async def keep_running(
+    run_once: Callable[[], Awaitable[NoReturn]],
+    now: Callable[[], Instant],
+    note_failure: Callable[[KvasirError], None],
+) -> NoReturn:
+    """Call ``run_once`` again and again, with patience, as each engine's life ends in an error of ours.
+
+    What makes a first start pointless (another ggml, a port that is taken, a damaged model) is raised: the
+    user is there to read it. The same trouble later is waited out like any other.
+    """
+    failures = 0
+    first = True
+    while True:
+        started = now()
+        try:
+            await run_once()
+        except (IncompatibleVersion, PortInUse, ModelUnusable) as error:
+            if first:
+                raise
+            note_failure(error)
+        except KvasirError as error:
+            note_failure(error)
+        first = False
+        failures = 1 if between(started, now()) > STEADY_AFTER else failures + 1
+        await trio.sleep(restart_delay_s(failures))
 
 
 def error_of_fault(fault: EngineFault) -> KvasirError:

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -22,7 +22,7 @@ from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host
-from kvasir_node.supervisor import restart_delay_s
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, load_trunk
 from kvasir_node.swarm_files import Founding
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
@@ -69,9 +69,6 @@ from kvasir_proto.placement.plan import Plan, make_plan
 from kvasir_proto.signing import sign_message
 
 log = get_logger()
-
-LOAD_TIMEOUT_S: Final = 900.0
-"""For a worker to read and verify its shard, or the engine its backbone file."""
 
 CONNECT_TIMEOUT_S: Final = 30.0
 LEASE_NS: Final = 1_500_000_000
@@ -327,35 +324,31 @@ class BackboneDuty:
         """Keep an engine running and the plan served, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_members)
-            failures = 0
-            while True:
-                started = self._now()
-                try:
-                    await self._run_engine()
-                except KvasirError as error:
-                    self._last_error = str(error)
-                    log.error("engine_failed", role="backbone", reason=str(error))
-                failures = 1 if self._now() - started > 60 * 10**9 else failures + 1
-                await trio.sleep(restart_delay_s(failures))
+            await keep_running(self._run_engine, self._now, self._note_engine_failure)
 
-    async def _run_engine(self) -> None:
-        """One engine's life; returns or raises when it is over."""
+    def _note_engine_failure(self, error: KvasirError) -> None:
+        self._last_error = str(error)
+        log.error("engine_failed", role="backbone", reason=str(error))
+
+    async def _run_engine(self) -> NoReturn:
+        """One engine's life; raises when it is over."""
         async with open_unwrapping_nursery() as nursery:
             engine = await self._start_engine(nursery, "backbone", self._next_generation())
             try:
+                n_ctx = self._model.context_length(self._settings.n_ctx)
                 request = LoadTrunk(
                     request=engine.next_request(),
                     backbone_path=str(self._model.backbone_path),
                     manifest_path=str(self._model.manifest_path),
-                    n_ctx=self._settings.n_ctx,
-                    n_ubatch=self._settings.n_ubatch,
-                    n_batch=self._settings.n_ctx,
+                    n_ctx=n_ctx,
+                    n_ubatch=min(self._settings.n_ubatch, n_ctx),
+                    n_batch=n_ctx,
                     threads=self._settings.n_threads,
                     hooked=True,
                     kv_type="f16",
                     n_seq=1,
                 )
-                self._trunk = await engine.exchange(request, TrunkLoaded, LOAD_TIMEOUT_S)
+                self._trunk = await load_trunk(engine, request)
                 self._engine = engine
                 nursery.start_soon(self._renew_lease, engine)
                 nursery.start_soon(self._serve_plan, engine)

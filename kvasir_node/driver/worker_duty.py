@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -22,7 +22,7 @@ from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, FenceStore, Host
-from kvasir_node.supervisor import restart_delay_s
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import CapabilityRecord
@@ -34,7 +34,7 @@ from kvasir_proto.errors import (
     TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId
-from kvasir_proto.instants import Instant, WallTime, after, seconds
+from kvasir_proto.instants import Instant, WallTime, after, between, seconds
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
@@ -67,13 +67,10 @@ from kvasir_proto.term_proof import ProvenTerm, founding_electorate, verify_term
 
 log = get_logger()
 
-LOAD_TIMEOUT_S: Final = 900.0
 ENGINE_TIMEOUT_S: Final = 30.0
 TOKEN_LIFETIME_NS: Final = 10_000_000_000
 RECORD_LIFETIME: Final = seconds(3600)
 JOIN_DELAY_MAX_S: Final = 15.0
-STEADY_AFTER_NS: Final = 60_000_000_000
-"""What has worked for this long starts with short delays again when it breaks."""
 ACCUMULATION: Final = "UNKNOWN"
 """What a node may say of its accumulation before anything measured it (DESIGN section 1)."""
 
@@ -313,18 +310,13 @@ class WorkerDuty:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._stay_member)
             await self._swarm_known.wait()
-            failures = 0
-            while True:
-                started = self._now()
-                try:
-                    await self._run_engine()
-                except KvasirError as error:
-                    self._last_error = str(error)
-                    log.error("engine_failed", role="worker", reason=str(error))
-                failures = 1 if self._now() - started > STEADY_AFTER_NS else failures + 1
-                await trio.sleep(restart_delay_s(failures))
+            await keep_running(self._run_engine, self._now, self._note_engine_failure)
 
-    async def _run_engine(self) -> None:
+    def _note_engine_failure(self, error: KvasirError) -> None:
+        self._last_error = str(error)
+        log.error("engine_failed", role="worker", reason=str(error))
+
+    async def _run_engine(self) -> NoReturn:
         """One engine's life: started, listening, given its shard again, until it ends."""
         async with open_unwrapping_nursery() as nursery:
             engine = await self._start_engine(nursery, "worker", self._next_generation())
@@ -357,7 +349,7 @@ class WorkerDuty:
                 except (TransportUnavailable, RemoteProtocolError) as error:
                     self._contact = f"{address}: {error}"
                     log.warning("backbone_unreachable", address=address, reason=str(error))
-                if self._now() - started > STEADY_AFTER_NS:
+                if between(started, self._now()) > STEADY_AFTER:
                     failures = 0
             failures += 1
             await trio.sleep(min(0.25 * 2.0**failures, JOIN_DELAY_MAX_S))

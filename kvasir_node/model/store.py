@@ -51,6 +51,10 @@ class StoredModel:
     backbone_path: Path
     source_path: Path
 
+    def context_length(self, wanted: int) -> int:
+        """Positions of a context for this model: as many as wanted, at most what it was trained for."""
+        return min(wanted, self.manifest.n_ctx_train or wanted)
+
     def reference_path(self, progress: Progress | None = None) -> Path:
         """The whole model as Kvasir wrote it, made now if it is not there yet.
 
