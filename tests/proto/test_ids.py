@@ -72,6 +72,7 @@ def test_arbitrary_text_is_a_name_or_refused(text: str) -> None:
         KNOWN_IDS[0][:-1],
         KNOWN_IDS[0] + "1",
         "1" + KNOWN_IDS[0][:-1],
+        "2" + KNOWN_IDS[0][1:],
         KNOWN_IDS[0].replace("D", "0"),
         KNOWN_IDS[0].replace("D", "\N{FULLWIDTH LATIN CAPITAL LETTER D}"),
         "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
