@@ -122,6 +122,12 @@ def odd() -> Bench:
 
 
 @pytest.fixture(scope="module")
+def square() -> Bench:
+    """Rows of 256 floats: a whole block of every type."""
+    return make_bench(dict.fromkeys(SWIGLU.suffixes, (256, 256, N_EXPERT)))
+
+
+@pytest.fixture(scope="module")
 def kernel(odd: Bench) -> Iterator[GgmlCpuKernel]:
     kernel = odd.kernel()
     yield kernel
@@ -164,7 +170,7 @@ def compute(
     assert (out[:32] == GUARD).all()
     assert (out[32 + size :] == GUARD).all()
     for before, after in zip(inputs, (x, rows, experts), strict=True):
-        assert (before == after).all()
+        assert before.tobytes() == after.tobytes()
     return out[32 : 32 + size].reshape(len(rows), width_out)
 
 
@@ -402,6 +408,37 @@ def test_a_shard_that_cannot_be_loaded_says_why(odd: Bench) -> None:
     odd_type = replace(odd.manifest, tensors=(i32, *odd.manifest.tensors[1:]))
     with pytest.raises(EngineFailed, match="type 26, which this kernel cannot use"):
         GgmlCpuKernel(odd_type, ShardSet.from_pairs([(0, 0)]), odd.read)
+
+
+NO_PRODUCT = {"f64", "i8", "i16", "i32", "i64"}
+"""Types that ggml's CPU backend cannot multiply rows by."""
+
+
+@pytest.mark.parametrize("type_name", sorted(TENSOR_TYPES_BY_NAME))
+def test_any_type_any_bytes_and_any_row_leave_the_process_alive(square: Bench, type_name: str) -> None:
+    """Weights are noise here, scales among them infinite or no number, and so are the rows."""
+    kind = TENSOR_TYPES_BY_NAME[type_name]
+    size_bytes = kind.row_size_bytes(256) * 256
+    manifest = replace(
+        square.manifest,
+        tensors=tuple(
+            replace(each, type=kind, size_bytes=size_bytes * N_EXPERT, offset=64 + size_bytes * N_EXPERT * i)
+            for i, each in enumerate(square.manifest.tensors)
+        ),
+        file_size_bytes=1 << 30,
+    )
+    noise = np.random.default_rng(4).integers(0, 256, size_bytes, np.uint8).tobytes()
+    shard = ShardSet.from_pairs([(2, 0), (2, 3)])
+    if type_name in NO_PRODUCT:
+        with pytest.raises(EngineFailed, match="which this kernel cannot use"):
+            GgmlCpuKernel(manifest, shard, lambda name, expert: noise)
+        return
+    kernel = GgmlCpuKernel(manifest, shard, lambda name, expert: noise)
+    x = np.random.default_rng(5).normal(size=(20, 256)).astype(np.float32)
+    x[3:8, ::7] = np.array([[np.nan], [np.inf], [-np.inf], [3e38], [1e-42]])
+    out = compute(kernel, kernel.add_program(SWIGLU), x, list(range(20)), [0, 3] * 10)
+    assert out.shape == (20, 256)
+    kernel.close()
 
 
 # ---- Hostile programs: what the Python checks refuse is given to native code directly ----
