@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError, RemoteProtocolError
+from kvasir_proto.errors import (
+    KvasirError,
+    LocalProtocolError,
+    NoHolderLeft,
+    ProtocolError,
+    RemoteProtocolError,
+)
 
 EXIT_CODES = {
     "UsageError": 2,
@@ -23,6 +29,10 @@ def test_exit_codes_are_the_documented_ones() -> None:
     found = {each.__name__: each.exit_code for each in KvasirError.__subclasses__() if each.exit_code != 1}
     assert found == EXIT_CODES
     assert KvasirError.exit_code == 1
+
+
+def test_operational_errors_have_a_code_made_from_their_name() -> None:
+    assert NoHolderLeft("expert 3").code == "no_holder_left"
 
 
 def test_somebody_is_at_fault() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvasir_proto.limits import FilePath
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.engine import ENGINE
+from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.swarm import SWARM
 from tests.proto.declared import FAMILIES, MEMBER_IDS, MEMBERS
 
@@ -30,13 +31,13 @@ def test_signable_kinds_are_distinct() -> None:
     assert len(set(signable)) == len(signable)
 
 
-def test_only_engines_are_told_paths() -> None:
+def test_paths_stay_on_this_machine() -> None:
     said = {
         family.name
         for family, member in MEMBERS
         if FilePath in get_type_hints(member, include_extras=True).values()
     }
-    assert said == {ENGINE.name}
+    assert said == {ENGINE.name, LOCAL.name}
 
 
 def test_no_node_can_be_told_a_routing_choice_a_weight_or_a_program() -> None:
