@@ -45,7 +45,7 @@ class KvasirError(Exception):
 
     @property
     def code(self) -> str:
-        """One stable lower-case word for programs, made from the class: `NoHolderLeft` is `no_holder_left`."""
+        """One stable lower-case word for programs, from the class: `NoHolderLeft` is `no_holder_left`."""
         name = type(self).__name__
         return "".join("_" + each.lower() if each.isupper() else each for each in name).lstrip("_")
 
