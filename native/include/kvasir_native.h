@@ -40,13 +40,13 @@ KVASIR_API const char * kvasir_native_ggml_version(void);
 
 // A program computes one output row for each (token, slot) pair, from that pair's input row and the tensors
 // of that pair's expert. Every value is one row of floats a pair. Value 0 is the input row, value i is the
-// result of step i - 1; the last step's value is the output.
+// result of the i-th step; the last step's value is the output.
 enum kvasir_program_op {
-    KVASIR_OP_EXPERT_MATMUL = 1,  // a x tensor(weight) of the pair's expert; params: ggml precision words
-    KVASIR_OP_EXPERT_ADD    = 2,  // a + tensor(bias) of the pair's expert
-    KVASIR_OP_EXPERT_SCALE  = 3,  // the scalar tensor(scale) of the pair's expert; no input
-    KVASIR_OP_GLU           = 4,  // params[0] kind, [1] swapped, [2] alpha, [3] limit; b absent: a is halved
-    KVASIR_OP_UNARY         = 5,  // params[0] kind
+    KVASIR_OP_EXPERT_MATMUL = 1, // a x tensor(weight) of the pair's expert; params: ggml precision words
+    KVASIR_OP_EXPERT_ADD    = 2, // a + tensor(bias) of the pair's expert
+    KVASIR_OP_EXPERT_SCALE  = 3, // the scalar tensor(scale) of the pair's expert; no input
+    KVASIR_OP_GLU           = 4, // params[0] kind, [1] swapped, [2] alpha, [3] limit; b absent: a is halved
+    KVASIR_OP_UNARY         = 5, // params[0] kind
     KVASIR_OP_SQUARE        = 6,
     KVASIR_OP_CLAMP         = 7,  // params[0] minimum, [1] maximum (float bits)
     KVASIR_OP_LINEAR        = 8,  // a * params[0] + params[1] (float bits)
@@ -55,7 +55,12 @@ enum kvasir_program_op {
 };
 
 // Which tensor of a layer: kvasir_tensor_part * 3 + kvasir_tensor_kind; -1 where a step takes none.
-enum kvasir_tensor_part { KVASIR_PART_GATE = 0, KVASIR_PART_UP = 1, KVASIR_PART_DOWN = 2, KVASIR_PART_GATE_UP = 3 };
+enum kvasir_tensor_part {
+    KVASIR_PART_GATE    = 0,
+    KVASIR_PART_UP      = 1,
+    KVASIR_PART_DOWN    = 2,
+    KVASIR_PART_GATE_UP = 3
+};
 enum kvasir_tensor_kind { KVASIR_KIND_WEIGHT = 0, KVASIR_KIND_SCALE = 1, KVASIR_KIND_BIAS = 2 };
 
 #define KVASIR_TENSOR_COUNT 12
@@ -86,17 +91,18 @@ typedef struct kvasir_layer_call {
     int32_t n_embd_out;
     int32_t x_rows;
     int32_t reserved;
-    const float *   x;
+    const float * x;
     const int32_t * ids;
-    float *         out;
+    float * out;
 } kvasir_layer_call;
 
-#define KVASIR_LAYER_DONE      0
-#define KVASIR_LAYER_FAILED  (-1)
-#define KVASIR_LAYER_ABORTED   1
+#define KVASIR_LAYER_DONE 0
+#define KVASIR_LAYER_FAILED (-1)
+#define KVASIR_LAYER_ABORTED 1
 
-// Must fill every row of call->out and return KVASIR_LAYER_DONE, or return one of the other two. A callback that
-// returns KVASIR_LAYER_DONE and left a row untouched makes the graph fail: a missing row is never a zero row.
+// Must fill every row of call->out and return KVASIR_LAYER_DONE, or return one of the other two. A callback
+// that returns KVASIR_LAYER_DONE and left a row untouched makes the graph fail: a missing row is never a zero
+// row.
 typedef int32_t (*kvasir_layer_callback)(kvasir_layer_call * call);
 
 KVASIR_API kvasir_hook * kvasir_hook_create(kvasir_layer_callback callback);
@@ -104,9 +110,9 @@ KVASIR_API kvasir_hook * kvasir_hook_create(kvasir_layer_callback callback);
 // Returns 0, or -1 when a model or context still uses the hook (it then stays as it is).
 KVASIR_API int32_t kvasir_hook_destroy(kvasir_hook * hook);
 
-KVASIR_API void * kvasir_hook_device(kvasir_hook * hook);       // ggml_backend_dev_t
-KVASIR_API void * kvasir_hook_buffer_type(kvasir_hook * hook);  // ggml_backend_buffer_type_t
-KVASIR_API int64_t kvasir_hook_calls(const kvasir_hook * hook); // completed callbacks
+KVASIR_API void * kvasir_hook_device(kvasir_hook * hook);               // ggml_backend_dev_t
+KVASIR_API void * kvasir_hook_buffer_type(kvasir_hook * hook);          // ggml_backend_buffer_type_t
+KVASIR_API int64_t kvasir_hook_calls(const kvasir_hook * hook);         // completed callbacks
 KVASIR_API int64_t kvasir_hook_rows_unfilled(const kvasir_hook * hook); // rows that a callback left untouched
 KVASIR_API int32_t kvasir_hook_n_programs(kvasir_hook * hook);
 
@@ -122,17 +128,17 @@ KVASIR_API void kvasir_hook_take_error(kvasir_hook * hook, char * error, size_t 
 
 typedef struct kvasir_kernel kvasir_kernel;
 
-#define KVASIR_KERNEL_DONE               0
-#define KVASIR_KERNEL_INVALID          (-1) // an argument makes no sense
-#define KVASIR_KERNEL_UNKNOWN_LAYER    (-2)
-#define KVASIR_KERNEL_UNKNOWN_PROGRAM  (-3)
-#define KVASIR_KERNEL_PROGRAM_UNFIT    (-4) // the program does not fit this layer's tensors
-#define KVASIR_KERNEL_FOREIGN_EXPERT   (-5)
+#define KVASIR_KERNEL_DONE 0
+#define KVASIR_KERNEL_INVALID (-1) // an argument makes no sense
+#define KVASIR_KERNEL_UNKNOWN_LAYER (-2)
+#define KVASIR_KERNEL_UNKNOWN_PROGRAM (-3)
+#define KVASIR_KERNEL_PROGRAM_UNFIT (-4) // the program does not fit this layer's tensors
+#define KVASIR_KERNEL_FOREIGN_EXPERT (-5)
 #define KVASIR_KERNEL_ROW_OUT_OF_RANGE (-6)
-#define KVASIR_KERNEL_OUT_OF_MEMORY    (-7)
-#define KVASIR_KERNEL_COMPUTE_FAILED   (-8)
+#define KVASIR_KERNEL_OUT_OF_MEMORY (-7)
+#define KVASIR_KERNEL_COMPUTE_FAILED (-8)
 
-#define KVASIR_KERNEL_PAIRS_MAX   65536
+#define KVASIR_KERNEL_PAIRS_MAX 65536
 #define KVASIR_KERNEL_THREADS_MAX 256
 
 // NULL when `n_threads` or `n_expert` is out of range, or without memory.
@@ -145,25 +151,25 @@ KVASIR_API int32_t kvasir_kernel_add_layer(kvasir_kernel * kernel, int32_t layer
 
 // Allocates one tensor of a declared layer. `shape` is one expert's part: [n_in, n_out] of a weight,
 // [width] of a bias, [] of a scale. `type` is ggml's number; scales and biases must be F32.
-KVASIR_API int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t layer, int32_t tensor, int32_t type,
-                                            const int64_t * shape, int32_t n_dims);
+KVASIR_API int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t layer, int32_t tensor,
+                                            int32_t type, const int64_t * shape, int32_t n_dims);
 
 // Copies one held expert's bytes; `size` must be exactly its size.
-KVASIR_API int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t layer, int32_t tensor, int32_t expert,
-                                            const void * data, size_t size);
+KVASIR_API int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t layer, int32_t tensor,
+                                            int32_t expert, const void * data, size_t size);
 
 KVASIR_API int64_t kvasir_kernel_memory_bytes(kvasir_kernel * kernel);
 
 // Adds or replaces a program. Checks all that can be checked without a layer.
-KVASIR_API int32_t kvasir_kernel_add_program(kvasir_kernel * kernel, int32_t index, const kvasir_program_step * steps,
-                                             int32_t n_steps);
+KVASIR_API int32_t kvasir_kernel_add_program(kvasir_kernel * kernel, int32_t index,
+                                             const kvasir_program_step * steps, int32_t n_steps);
 
 // Checks a program against a layer's tensors and tells the widths of its input and output rows.
-KVASIR_API int32_t kvasir_kernel_bind(kvasir_kernel * kernel, int32_t layer, int32_t index, int32_t * width_in,
-                                      int32_t * width_out);
+KVASIR_API int32_t kvasir_kernel_bind(kvasir_kernel * kernel, int32_t layer, int32_t index,
+                                      int32_t * width_in, int32_t * width_out);
 
-// Pair p takes row row_of_pair[p] of `x` [n_rows, width_in] through expert expert_of_pair[p] (a global id) and
-// writes row p of `out` [n_pairs, width_out]. Everything is checked before anything is computed.
+// Pair p takes row row_of_pair[p] of `x` [n_rows, width_in] through expert expert_of_pair[p] (a global id)
+// and writes row p of `out` [n_pairs, width_out]. Everything is checked before anything is computed.
 KVASIR_API int32_t kvasir_kernel_compute(kvasir_kernel * kernel, int32_t layer, int32_t index, int32_t n_rows,
                                          int32_t n_pairs, const float * x, const int32_t * row_of_pair,
                                          const int32_t * expert_of_pair, float * out);
@@ -175,22 +181,23 @@ KVASIR_API void kvasir_kernel_error(kvasir_kernel * kernel, char * error, size_t
 
 #define KVASIR_NOBODY_HOLDS (-1000000)
 
-// Groups pair indices 0..n_pairs-1 by the holder of their expert, each group ascending, groups in the order of
-// holders. `counts_out` has one count a holder. Returns 0; -1 - i when ids[i] (or its holder) is out of range;
-// KVASIR_NOBODY_HOLDS - i when holder_of_expert is -1 for ids[i].
+// Groups pair indices 0..n_pairs-1 by the holder of their expert, each group ascending, groups in the order
+// of holders. `counts_out` has one count a holder. Returns 0; -1 - i when ids[i] (or its holder) is out of
+// range; KVASIR_NOBODY_HOLDS - i when holder_of_expert is -1 for ids[i].
 KVASIR_API int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const int32_t * holder_of_expert,
-                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out, int32_t * counts_out);
+                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out,
+                                    int32_t * counts_out);
 
-// Packs what one holder needs: `pairs` (ascending) are indices into ids [n_tokens, n_slots]. Each distinct row
-// of x is copied once to `rows_out` (room for n_pairs rows), in order. Returns how many rows that were.
+// Packs what one holder needs: `pairs` (ascending) are indices into ids [n_tokens, n_slots]. Each distinct
+// row of x is copied once to `rows_out` (room for n_pairs rows), in order. Returns how many rows that were.
 KVASIR_API int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_slots, int32_t input_per_slot,
-                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs, int32_t * row_of_pair,
-                                    int32_t * expert_of_pair, float * rows_out);
+                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
+                                    int32_t * row_of_pair, int32_t * expert_of_pair, float * rows_out);
 
-// Copies rows[i] to row pairs[i] of `out`. Returns -1 when every value was finite; otherwise the index i of the
-// first row that has a value that is not, and that row and those after it have not been written.
-KVASIR_API int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs, int32_t n_embd,
-                                       float * out);
+// Copies rows[i] to row pairs[i] of `out`. Returns -1 when every value was finite; otherwise the index i of
+// the first row that has a value that is not, and that row and those after it have not been written.
+KVASIR_API int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,
+                                       int32_t n_embd, float * out);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 // Capture by ancestry: starting from the sub-graph's output, follow operands down to experts' tensors, to the
-// one row input and to the one id input. No architecture's name and no node's name is looked at; only experts'
-// tensors are known by name ("blk.3.ffn_up_exps.weight"), which says layer and part.
+// one row input and to the one id input. No architecture's name and no node's name is looked at; only
+// experts' tensors are known by name ("blk.3.ffn_up_exps.weight"), which says layer and part.
 //
 // ggml spells a per-expert scale as GET_ROWS(REPEAT(RESHAPE(scale)), ids); the program says it in one step.
 #include "capture.h"
@@ -17,9 +17,7 @@ namespace {
 
 constexpr int kDepthMax = 32;
 
-bool is_view(const Tensor * tensor) {
-    return tensor->op == OP_VIEW || tensor->op == OP_RESHAPE;
-}
+bool is_view(const Tensor * tensor) { return tensor->op == OP_VIEW || tensor->op == OP_RESHAPE; }
 
 bool taken(const Tensor * node, const BufferType * ours, int depth) {
     if (node == nullptr || depth > kDepthMax) {
@@ -134,7 +132,8 @@ class Walk {
             return fail("its output is not contiguous F32 rows");
         }
         capture_.program.input_per_slot = capture_.x->ne[1] != 1;
-        const char * fault = program_fault(capture_.program.steps.data(), static_cast<int>(capture_.program.steps.size()));
+        const char * fault =
+            program_fault(capture_.program.steps.data(), static_cast<int>(capture_.program.steps.size()));
         return fault == nullptr || fail("%s", fault);
     }
 
@@ -142,13 +141,13 @@ class Walk {
     static constexpr int kNodesMax = 64;
 
     const BufferType * ours_;
-    Capture &          capture_;
-    Tensor *           nodes_[kNodesMax];
-    int                n_nodes_    = 0;
-    int                n_consumed_ = 0;
-    int64_t            n_slots_    = 0;
-    int64_t            n_tokens_   = 0;
-    const Tensor *     known_[KVASIR_PROGRAM_STEPS_MAX]; // the tensor each step stands for
+    Capture & capture_;
+    Tensor * nodes_[kNodesMax];
+    int n_nodes_      = 0;
+    int n_consumed_   = 0;
+    int64_t n_slots_  = 0;
+    int64_t n_tokens_ = 0;
+    const Tensor * known_[KVASIR_PROGRAM_STEPS_MAX]; // the tensor each step stands for
 
     bool fail(const char * format, ...) __attribute__((format(printf, 2, 3))) {
         va_list arguments;
@@ -176,7 +175,8 @@ class Walk {
     int expert_tensor(const Tensor * tensor) {
         int layer = -1;
         int code  = -1;
-        if (tensor == nullptr || !is_expert_tensor(tensor, ours_) || !parse_expert_name(tensor->name, layer, code)) {
+        if (tensor == nullptr || !is_expert_tensor(tensor, ours_) ||
+            !parse_expert_name(tensor->name, layer, code)) {
             fail("%.40s is not a routed expert's tensor", tensor ? tensor->name : "nothing");
             return -1;
         }
@@ -209,14 +209,16 @@ class Walk {
         }
         if (capture_.x == nullptr) {
             capture_.x = x;
-        } else if (capture_.x->data != x->data || capture_.x->ne[0] != x->ne[0] || capture_.x->ne[1] != x->ne[1] ||
-                   capture_.x->nb[1] != x->nb[1] || capture_.x->nb[2] != x->nb[2]) {
+        } else if (capture_.x->data != x->data || capture_.x->ne[0] != x->ne[0] ||
+                   capture_.x->ne[1] != x->ne[1] || capture_.x->nb[1] != x->nb[1] ||
+                   capture_.x->nb[2] != x->nb[2]) {
             return fail("it has two inputs");
         }
         return true;
     }
 
-    int push(const Tensor * tensor, int op, int input_a, int input_b, int code, const int32_t * params, int n_params) {
+    int push(const Tensor * tensor, int op, int input_a, int input_b, int code, const int32_t * params,
+             int n_params) {
         std::vector<kvasir_program_step> & steps = capture_.program.steps;
         if (steps.size() == KVASIR_PROGRAM_STEPS_MAX) {
             fail("it has more than %d steps", KVASIR_PROGRAM_STEPS_MAX);
@@ -257,6 +259,10 @@ class Walk {
             fail("it takes %s of %.40s from outside", lib.ggml_op_name(tensor->op), tensor->name);
             return -1;
         }
+        if (tensor->view_src != nullptr) { // then a value would change under those who read it later
+            fail("it computes %s in place", lib.ggml_op_name(tensor->op));
+            return -1;
+        }
         ++n_consumed_;
         return compute(tensor, depth);
     }
@@ -275,7 +281,8 @@ class Walk {
                     return -1;
                 }
                 return input < 0 ? -1
-                                 : push(t, KVASIR_OP_EXPERT_MATMUL, input, KVASIR_VALUE_ABSENT, code, t->op_params, 4);
+                                 : push(t, KVASIR_OP_EXPERT_MATMUL, input, KVASIR_VALUE_ABSENT, code,
+                                        t->op_params, 4);
             }
             case OP_ADD_ID: {
                 const int code = expert_tensor(t->src[1]);
@@ -283,7 +290,9 @@ class Walk {
                     return -1;
                 }
                 const int input = value_of(t->src[0], depth + 1);
-                return input < 0 ? -1 : push(t, KVASIR_OP_EXPERT_ADD, input, KVASIR_VALUE_ABSENT, code, nullptr, 0);
+                return input < 0
+                           ? -1
+                           : push(t, KVASIR_OP_EXPERT_ADD, input, KVASIR_VALUE_ABSENT, code, nullptr, 0);
             }
             case OP_GET_ROWS: return expert_scale(t);
             case OP_GLU: {
@@ -315,10 +324,18 @@ class Walk {
     // A range of elements of each row of something the sub-graph computed.
     int slice(const Tensor * t, int depth) {
         const Tensor * base = t->view_src;
-        if (base == nullptr || t->ne[1] != base->ne[1] || t->ne[2] != base->ne[2] || t->ne[3] != base->ne[3] ||
-            t->nb[0] != base->nb[0] || t->nb[1] != base->nb[1] || t->nb[2] != base->nb[2] ||
-            t->view_offs % sizeof(float) != 0) {
+        if (base == nullptr || t->ne[1] != base->ne[1] || t->ne[2] != base->ne[2] ||
+            t->ne[3] != base->ne[3] || t->nb[0] != base->nb[0] || t->nb[1] != base->nb[1] ||
+            t->nb[2] != base->nb[2] || t->view_offs % sizeof(float) != 0) {
             fail("it views an activation across rows");
+            return -1;
+        }
+        const Tensor * source = t->src[0]; // a view also knows its root: no other value may lie between
+        while (source != nullptr && is_view(source)) {
+            source = source->src[0];
+        }
+        if (source != base) {
+            fail("it views a value that was changed in place");
             return -1;
         }
         const size_t first = t->view_offs / sizeof(float);
@@ -326,7 +343,7 @@ class Walk {
             fail("it views an activation across rows");
             return -1;
         }
-        const int     input     = value_of(base, depth + 1);
+        const int input         = value_of(base, depth + 1);
         const int32_t params[2] = {static_cast<int32_t>(first), static_cast<int32_t>(t->ne[0])};
         return input < 0 ? -1 : push(t, KVASIR_OP_SLICE, input, KVASIR_VALUE_ABSENT, -1, params, 2);
     }
@@ -368,9 +385,7 @@ bool is_expert_tensor(const Tensor * tensor, const BufferType * ours) {
     return buffer != nullptr && buffer->buft == ours;
 }
 
-bool is_taken(const Tensor * node, const BufferType * ours) {
-    return taken(node, ours, 0);
-}
+bool is_taken(const Tensor * node, const BufferType * ours) { return taken(node, ours, 0); }
 
 Tensor * output_of(Graph * graph) {
     for (int i = lib.ggml_graph_n_nodes(graph) - 1; i >= 0; --i) {

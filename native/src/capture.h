@@ -12,8 +12,8 @@ struct Capture {
     Program program;
     const ggml::Tensor * x   = nullptr; // [n_embd, 1 or n_slots, n_tokens] F32
     const ggml::Tensor * ids = nullptr; // [n_slots, n_tokens] I32, rows may be apart
-    ggml::Tensor *       out = nullptr; // [n_embd, n_slots, n_tokens] F32, contiguous
-    char fault[160] = "";               // why the sub-graph is not an expert program; "" when it is
+    ggml::Tensor * out       = nullptr; // [n_embd, n_slots, n_tokens] F32, contiguous
+    char fault[160]          = "";      // why the sub-graph is not an expert program; "" when it is
 };
 
 // Whether `tensor` lies in a buffer of type `ours` (that is, belongs to routed experts), itself or as a view.
@@ -26,7 +26,8 @@ bool is_taken(const ggml::Tensor * node, const ggml::BufferType * ours);
 // The sub-graph's output node: the last one that computes; nullptr when there is none.
 ggml::Tensor * output_of(ggml::Graph * graph);
 
-// Fills `capture`; reuses its memory. False, with `fault` set, for a sub-graph that is not one expert program.
+// Fills `capture`; reuses its memory. False, with `fault` set, for a sub-graph that is not one expert
+// program.
 bool capture_program(ggml::Graph * graph, const ggml::BufferType * ours, Capture & capture);
 
 } // namespace kvasir

@@ -17,7 +17,7 @@
 
 namespace ggml {
 Functions lib;
-bool      lib_bound = false;
+bool lib_bound = false;
 } // namespace ggml
 
 namespace {
@@ -36,9 +36,7 @@ struct Mismatch {
     }
 };
 
-void * loaded(const char * name) {
-    return dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-}
+void * loaded(const char * name) { return dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD); }
 
 template <typename F> bool resolve(void * library, const char * name, F *& member, Mismatch & why) {
     member = reinterpret_cast<F *>(dlsym(library, name));
@@ -46,12 +44,16 @@ template <typename F> bool resolve(void * library, const char * name, F *& membe
 }
 
 bool resolve_all(void * base, void * cpu, Mismatch & why) {
-#define X(name, result, parameters)                                                                         \
-    if (!resolve(base, #name, lib.name, why)) { return false; }
+#define X(name, result, parameters)                                                                          \
+    if (!resolve(base, #name, lib.name, why)) {                                                              \
+        return false;                                                                                        \
+    }
     KVASIR_GGML_BASE_FUNCTIONS(X)
 #undef X
-#define X(name, result, parameters)                                                                         \
-    if (!resolve(cpu, #name, lib.name, why)) { return false; }
+#define X(name, result, parameters)                                                                          \
+    if (!resolve(cpu, #name, lib.name, why)) {                                                               \
+        return false;                                                                                        \
+    }
     KVASIR_GGML_CPU_FUNCTIONS(X)
 #undef X
     return true;
@@ -62,10 +64,13 @@ bool same_text(const char * a, const char * b) {
 }
 
 bool check_names(Mismatch & why) {
-    const struct { int op; const char * name; } ops[] = {
-        {OP_NONE, "NONE"},       {OP_ADD_ID, "ADD_ID"},   {OP_MUL, "MUL"},           {OP_SQR, "SQR"},
-        {OP_REPEAT, "REPEAT"},   {OP_MUL_MAT_ID, "MUL_MAT_ID"}, {OP_SCALE, "SCALE"}, {OP_RESHAPE, "RESHAPE"},
-        {OP_VIEW, "VIEW"},       {OP_GET_ROWS, "GET_ROWS"}, {OP_CLAMP, "CLAMP"},     {OP_UNARY, "UNARY"},
+    const struct {
+        int op;
+        const char * name;
+    } ops[] = {
+        {OP_NONE, "NONE"},     {OP_ADD_ID, "ADD_ID"},         {OP_MUL, "MUL"},     {OP_SQR, "SQR"},
+        {OP_REPEAT, "REPEAT"}, {OP_MUL_MAT_ID, "MUL_MAT_ID"}, {OP_SCALE, "SCALE"}, {OP_RESHAPE, "RESHAPE"},
+        {OP_VIEW, "VIEW"},     {OP_GET_ROWS, "GET_ROWS"},     {OP_CLAMP, "CLAMP"}, {OP_UNARY, "UNARY"},
         {OP_GLU, "GLU"},
     };
     for (const auto & each : ops) {
@@ -73,14 +78,16 @@ bool check_names(Mismatch & why) {
             return why.say("operation %d is %s, not %s", each.op, lib.ggml_op_name(each.op), each.name);
         }
     }
-    const char * glu[] = {"REGLU", "GEGLU", "SWIGLU", "SWIGLU_OAI", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_CLAMP"};
+    const char * glu[] = {"REGLU",     "GEGLU",       "SWIGLU",      "SWIGLU_OAI",
+                          "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU_CLAMP"};
     for (int i = 0; i < 7; ++i) {
         if (!same_text(lib.ggml_glu_op_name(i), glu[i])) {
             return why.say("gated unit %d is %s, not %s", i, lib.ggml_glu_op_name(i), glu[i]);
         }
     }
-    const char * unary[] = {"ABS", "SGN", "NEG", "STEP", "TANH", "ELU", "RELU", "SIGMOID", "GELU", "GELU_QUICK",
-                            "SILU", "HARDSWISH", "HARDSIGMOID", "EXP", "EXPM1", "SOFTPLUS", "GELU_ERF"};
+    const char * unary[] = {"ABS",         "SGN",     "NEG",   "STEP",       "TANH",    "ELU",
+                            "RELU",        "SIGMOID", "GELU",  "GELU_QUICK", "SILU",    "HARDSWISH",
+                            "HARDSIGMOID", "EXP",     "EXPM1", "SOFTPLUS",   "GELU_ERF"};
     for (int i = 0; i < 17; ++i) {
         if (!same_text(lib.ggml_unary_op_name(i), unary[i])) {
             return why.say("unary function %d is %s, not %s", i, lib.ggml_unary_op_name(i), unary[i]);
@@ -105,8 +112,8 @@ bool check_tensor(Mismatch & why) {
     }
     Tensor * base = lib.ggml_new_tensor_3d(context, TYPE_F32, 6, 5, 4);
     lib.ggml_set_name(base, "probe");
-    Tensor * view = lib.ggml_view_3d(context, base, 2, 5, 4, base->nb[1], base->nb[2], 8);
-    Tensor * glu  = lib.ggml_glu(context, base, 3, true);
+    Tensor * view   = lib.ggml_view_3d(context, base, 2, 5, 4, base->nb[1], base->nb[2], 8);
+    Tensor * glu    = lib.ggml_glu(context, base, 3, true);
     const bool good = base->type == TYPE_F32 && base->ne[0] == 6 && base->ne[1] == 5 && base->ne[2] == 4 &&
                       base->ne[3] == 1 && base->nb[0] == 4 && base->nb[1] == 24 && base->nb[3] == 480 &&
                       base->op == OP_NONE && same_text(base->name, "probe") && base->buffer == nullptr &&
@@ -121,7 +128,8 @@ bool check_tensor(Mismatch & why) {
 bool check_backend_objects(Mismatch & why) {
     Registry * reg = lib.ggml_backend_cpu_reg();
     if (reg == nullptr || reg->api_version != kBackendApi) {
-        return why.say("its backend interface has version %d, not %d", reg ? reg->api_version : -1, kBackendApi);
+        return why.say("its backend interface has version %d, not %d", reg ? reg->api_version : -1,
+                       kBackendApi);
     }
     Device * device = lib.ggml_backend_reg_dev_get(reg, 0);
     if (reg->iface.get_device(reg, 0) != device || reg->iface.get_device_count(reg) != 1 ||
@@ -163,10 +171,10 @@ bool check_backend_objects(Mismatch & why) {
     if (backend == nullptr) {
         return why.say("it cannot make a CPU backend");
     }
-    good = static_cast<void *>(backend->guid) == lib.ggml_backend_guid(backend) && backend->device == device &&
-           lib.ggml_backend_get_device(backend) == device && backend->iface.graph_compute != nullptr &&
-           backend->iface.graph_optimize == nullptr && backend->iface.synchronize == nullptr &&
-           backend->iface.graph_plan_compute != nullptr &&
+    good = static_cast<void *>(backend->guid) == lib.ggml_backend_guid(backend) &&
+           backend->device == device && lib.ggml_backend_get_device(backend) == device &&
+           backend->iface.graph_compute != nullptr && backend->iface.graph_optimize == nullptr &&
+           backend->iface.synchronize == nullptr && backend->iface.graph_plan_compute != nullptr &&
            same_text(backend->iface.get_name(backend), lib.ggml_backend_name(backend));
     lib.ggml_backend_free(backend);
     return good || why.say("its backend's fields lie elsewhere");
@@ -182,7 +190,8 @@ bool check_traits(Mismatch & why) {
         q80 == nullptr || q80->vec_dot_type != 8) {
         return why.say("its table of CPU types lies elsewhere");
     }
-    if (params.n_threads != 3 || params.prio != 0 || params.paused || params.cpumask[0] || params.poll > 100) {
+    if (params.n_threads != 3 || params.prio != 0 || params.paused || params.cpumask[0] ||
+        params.poll > 100) {
         return why.say("its thread pool's parameters lie elsewhere");
     }
     return true;
@@ -193,7 +202,9 @@ bool bind(const char * base_name, const char * cpu_name, const char * ggml_name,
     void * cpu  = loaded(cpu_name);
     void * top  = loaded(ggml_name);
     if (base == nullptr || cpu == nullptr || top == nullptr) {
-        return why.say("%s is not loaded", base == nullptr ? base_name : cpu == nullptr ? cpu_name : ggml_name);
+        return why.say("%s is not loaded", base == nullptr  ? base_name
+                                           : cpu == nullptr ? cpu_name
+                                                            : ggml_name);
     }
     if (!resolve_all(base, cpu, why)) {
         return false;
@@ -206,9 +217,7 @@ bool bind(const char * base_name, const char * cpu_name, const char * ggml_name,
 
 } // namespace
 
-extern "C" int32_t kvasir_native_abi(void) {
-    return KVASIR_NATIVE_ABI;
-}
+extern "C" int32_t kvasir_native_abi(void) { return KVASIR_NATIVE_ABI; }
 
 extern "C" const char * kvasir_native_ggml_version(void) {
     return ggml::lib_bound ? ggml::lib.ggml_version() : "";
@@ -223,7 +232,8 @@ extern "C" int32_t kvasir_native_bind(const char * base_name, const char * cpu_n
     }
     Mismatch why;
     if (!bind(base_name, cpu_name, ggml_name, why)) {
-        std::snprintf(error, error_size, "the loaded ggml is not the one this build was made for: %s", why.text);
+        std::snprintf(error, error_size, "the loaded ggml is not the one this build was made for: %s",
+                      why.text);
         return -1;
     }
     ggml::lib_bound = true;
@@ -250,7 +260,5 @@ extern "C" int32_t kvasir_native_count_ggml(void) {
     return count;
 }
 #else
-extern "C" int32_t kvasir_native_count_ggml(void) {
-    return -1;
-}
+extern "C" int32_t kvasir_native_count_ggml(void) { return -1; }
 #endif

@@ -20,15 +20,15 @@
 using namespace ggml;
 
 struct kvasir_hook {
-    BufferType            buffer_type;
-    Device                device;
+    BufferType buffer_type;
+    Device device;
     kvasir_layer_callback callback;
-    std::atomic<int64_t>  calls{0};
-    std::atomic<int64_t>  rows_unfilled{0};
-    std::atomic<int>      live{0}; // buffers and backends that point at this hook
-    std::mutex            mutex;   // guards what follows
+    std::atomic<int64_t> calls{0};
+    std::atomic<int64_t> rows_unfilled{0};
+    std::atomic<int> live{0}; // buffers and backends that point at this hook
+    std::mutex mutex;         // guards what follows
     std::vector<kvasir::Program> programs;
-    std::string                  error;
+    std::string error;
 };
 
 namespace {
@@ -53,8 +53,8 @@ void set_error(kvasir_hook * hook, int layer, const char * text) {
 // ---- The buffer type that stores nothing ----
 
 struct Reservation {
-    void *        base;
-    size_t        size;
+    void * base;
+    size_t size;
     kvasir_hook * hook;
 };
 
@@ -74,11 +74,13 @@ void buffer_set_tensor(Buffer *, Tensor *, const void *, size_t, size_t) {}
 void buffer_clear(Buffer *, uint8_t) {}
 
 // Nobody should read experts here; if somebody does, every float they see is a NaN.
-void buffer_get_tensor(Buffer *, const Tensor *, void * data, size_t, size_t size) { std::memset(data, 0xff, size); }
+void buffer_get_tensor(Buffer *, const Tensor *, void * data, size_t, size_t size) {
+    std::memset(data, 0xff, size);
+}
 
 const char * buft_name(BufferType *) { return "Kvasir"; }
-size_t       buft_alignment(BufferType *) { return kAlignment; }
-bool         buft_is_host(BufferType *) { return false; }
+size_t buft_alignment(BufferType *) { return kAlignment; }
+bool buft_is_host(BufferType *) { return false; }
 
 Buffer * buft_alloc(BufferType * buft, size_t size) {
     const size_t page    = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -110,11 +112,11 @@ Buffer * buft_alloc(BufferType * buft, size_t size) {
 // ---- The backend: one a context ----
 
 struct HookBackend {
-    kvasir_hook *        hook;
-    kvasir::Capture      capture;
-    std::vector<float>   x;
+    kvasir_hook * hook;
+    kvasir::Capture capture;
+    std::vector<float> x;
     std::vector<int32_t> ids;
-    kvasir_layer_call    call = {};
+    kvasir_layer_call call = {};
 };
 
 const char * backend_name(Backend *) { return "Kvasir"; }
@@ -144,7 +146,7 @@ int program_index(kvasir_hook * hook, const kvasir::Program & program) {
 void copy_rows(const Tensor * x, std::vector<float> & rows) {
     const size_t width = static_cast<size_t>(x->ne[0]);
     rows.resize(width * static_cast<size_t>(x->ne[1] * x->ne[2]));
-    float *      to   = rows.data();
+    float * to        = rows.data();
     const char * data = static_cast<const char *>(x->data);
     if (x->nb[1] == width * sizeof(float) && x->nb[2] == x->nb[1] * static_cast<size_t>(x->ne[1])) {
         std::memcpy(to, data, rows.size() * sizeof(float));
@@ -179,16 +181,17 @@ void mark_rows(const kvasir_layer_call & call) {
 
 int64_t count_marked_rows(const kvasir_layer_call & call) {
     const size_t n_rows = static_cast<size_t>(call.n_tokens) * static_cast<size_t>(call.n_slots);
-    int64_t      count  = 0;
+    int64_t count       = 0;
     for (size_t i = 0; i < n_rows; ++i) {
-        count += std::memcmp(call.out + i * static_cast<size_t>(call.n_embd_out), &kUntouched, sizeof kUntouched) == 0;
+        count += std::memcmp(call.out + i * static_cast<size_t>(call.n_embd_out), &kUntouched,
+                             sizeof kUntouched) == 0;
     }
     return count;
 }
 
 int compute(HookBackend * state, Graph * graph) {
-    kvasir_hook *  hook = state->hook;
-    const Tensor * out  = kvasir::output_of(graph);
+    kvasir_hook * hook = state->hook;
+    const Tensor * out = kvasir::output_of(graph);
     if (out == nullptr || out->ne[0] == 0 || out->ne[1] == 0 || out->ne[2] == 0) {
         return STATUS_SUCCESS; // the last layer of a ubatch whose logits nobody asked for
     }
@@ -240,13 +243,14 @@ int backend_graph_compute(Backend * backend, Graph * graph) {
     }
 }
 
-uint8_t hook_guid[16] = {0x6b, 0x76, 0x61, 0x73, 0x69, 0x72, 0x2d, 0x68, 0x6f, 0x6f, 0x6b, 0x2d, 0x30, 0x30, 0x30, 0x31};
+uint8_t hook_guid[16] = {0x6b, 0x76, 0x61, 0x73, 0x69, 0x72, 0x2d, 0x68,
+                         0x6f, 0x6f, 0x6b, 0x2d, 0x30, 0x30, 0x30, 0x31};
 
 // ---- The device: one a hook ----
 
 const char * device_name(Device *) { return "Kvasir"; }
 const char * device_description(Device *) { return "routed experts of a Kvasir swarm"; }
-int          device_type(Device *) { return DEVICE_ACCEL; }
+int device_type(Device *) { return DEVICE_ACCEL; }
 BufferType * device_buffer_type(Device *) { return lib.ggml_backend_cpu_buffer_type(); }
 
 void device_memory(Device *, size_t * free, size_t * total) {
@@ -262,8 +266,8 @@ void device_props(Device * device, DeviceProps * props) {
 }
 
 Backend * device_init_backend(Device * device, const char *) {
-    HookBackend * state   = new (std::nothrow) HookBackend{};
-    Backend *     backend = new (std::nothrow) Backend{};
+    HookBackend * state = new (std::nothrow) HookBackend{};
+    Backend * backend   = new (std::nothrow) Backend{};
     if (state == nullptr || backend == nullptr) {
         delete state;
         delete backend;
@@ -288,13 +292,15 @@ bool device_supports_buft(Device * device, BufferType * buft) {
     return buft == &hook_of(device)->buffer_type || lib.ggml_backend_buft_is_host(buft);
 }
 
-// llama.cpp asks a device's registry for optional functions; there are none, and the device is not registered.
+// llama.cpp asks a device's registry for optional functions; there are none, and the device is not
+// registered.
 const char * registry_name(Registry *) { return "Kvasir"; }
-size_t       registry_count(Registry *) { return 0; }
-Device *     registry_device(Registry *, size_t) { return nullptr; }
-void *       registry_function(Registry *, const char *) { return nullptr; }
+size_t registry_count(Registry *) { return 0; }
+Device * registry_device(Registry *, size_t) { return nullptr; }
+void * registry_function(Registry *, const char *) { return nullptr; }
 
-Registry hook_registry = {kBackendApi, {registry_name, registry_count, registry_device, registry_function}, nullptr};
+Registry hook_registry = {
+    kBackendApi, {registry_name, registry_count, registry_device, registry_function}, nullptr};
 
 } // namespace
 

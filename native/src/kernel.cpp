@@ -3,9 +3,9 @@
 // Weights live in ggml buffers, one tensor a (layer, part), with only the held experts, renumbered. A call
 // checks everything, lays the program's values out in one scratch area (registers, assigned once a program),
 // builds a graph of at most a few dozen nodes in a fixed arena and computes it. Building costs 2-3 us, so
-// graphs are not cached. Results of a row do not depend on which other rows share the call, except that ggml's
-// tiled K-quant kernels take over at 8 rows *of one expert*: all of an expert's rows of one ubatch must
-// therefore be in one call for results to be those of an undivided run.
+// graphs are not cached. Results of a row do not depend on which other rows share the call, except that
+// ggml's tiled K-quant kernels take over at 8 rows *of one expert*: all of an expert's rows of one ubatch
+// must therefore be in one call for results to be those of an undivided run.
 #include "ggml_abi.h"
 #include "program.h"
 
@@ -24,14 +24,14 @@ using namespace ggml;
 
 namespace {
 
-constexpr int     kThreadsMax  = KVASIR_KERNEL_THREADS_MAX;
-constexpr int     kExpertsMax  = 1 << 16;
-constexpr int     kLayersMax   = 1 << 16;
-constexpr int     kProgramsMax = 1 << 12;
-constexpr int     kRegistersMax = 8;
-constexpr int64_t kWidthMax    = 1 << 24;
-constexpr size_t  kAlignment   = 64;
-constexpr size_t  kGraphNodes  = 4 * KVASIR_PROGRAM_STEPS_MAX;
+constexpr int kThreadsMax    = KVASIR_KERNEL_THREADS_MAX;
+constexpr int kExpertsMax    = 1 << 16;
+constexpr int kLayersMax     = 1 << 16;
+constexpr int kProgramsMax   = 1 << 12;
+constexpr int kRegistersMax  = 8;
+constexpr int64_t kWidthMax  = 1 << 24;
+constexpr size_t kAlignment  = 64;
+constexpr size_t kGraphNodes = 4 * KVASIR_PROGRAM_STEPS_MAX;
 
 struct FreeAligned {
     void operator()(void * memory) const { std::free(memory); }
@@ -63,32 +63,32 @@ class Scratch {
 
   private:
     std::unique_ptr<void, FreeAligned> memory_;
-    size_t                             size_ = 0;
+    size_t size_ = 0;
 };
 
 struct HeldTensor {
-    Tensor *          tensor = nullptr;
-    BufferPointer     buffer;
-    size_t            expert_size = 0;
+    Tensor * tensor = nullptr;
+    BufferPointer buffer;
+    size_t expert_size = 0;
     std::vector<bool> set;
-    int32_t           n_set = 0;
+    int32_t n_set = 0;
 };
 
 // A program fitted to a layer: the width of each value, and the register it lives in.
 struct Binding {
-    bool    fits = false;
-    char    fault[128];
+    bool fits = false;
+    char fault[128];
     int64_t width[KVASIR_PROGRAM_STEPS_MAX + 1];
-    int     reg[KVASIR_PROGRAM_STEPS_MAX + 1]; // -1: no memory of its own (the input, a slice, the output)
+    int reg[KVASIR_PROGRAM_STEPS_MAX + 1]; // -1: no memory of its own (the input, a slice, the output)
     int64_t reg_width[kRegistersMax];
-    int     n_regs = 0;
+    int n_regs = 0;
 };
 
 struct Layer {
-    std::vector<int32_t>                        local_of_expert; // -1 where not held
-    int32_t                                     n_held = 0;
-    ContextPointer                              context;
-    HeldTensor                                  tensors[KVASIR_TENSOR_COUNT];
+    std::vector<int32_t> local_of_expert; // -1 where not held
+    int32_t n_held = 0;
+    ContextPointer context;
+    HeldTensor tensors[KVASIR_TENSOR_COUNT];
     std::map<int32_t, std::unique_ptr<Binding>> bindings;
 };
 
@@ -130,15 +130,15 @@ bool bind_widths(const kvasir::Program & program, const Layer & layer, Binding &
     width[0]        = -1; // the first matmul decides
     for (size_t i = 0; i < program.steps.size(); ++i) {
         const kvasir_program_step & step = program.steps[i];
-        const HeldTensor * held = step.tensor >= 0 ? &layer.tensors[step.tensor] : nullptr;
+        const HeldTensor * held          = step.tensor >= 0 ? &layer.tensors[step.tensor] : nullptr;
         if (held != nullptr && held->tensor == nullptr) {
             return unfit(i, "the layer has no such tensor");
         }
         if (held != nullptr && held->n_set != layer.n_held) {
             return unfit(i, "some experts of the layer are not loaded");
         }
-        const int64_t a = step.input_a >= 0 ? width[step.input_a] : 0;
-        const int64_t b = step.input_b >= 0 ? width[step.input_b] : 0;
+        const int64_t a  = step.input_a >= 0 ? width[step.input_a] : 0;
+        const int64_t b  = step.input_b >= 0 ? width[step.input_b] : 0;
         int64_t & result = width[i + 1];
         switch (step.op) {
             case KVASIR_OP_EXPERT_MATMUL:
@@ -180,8 +180,8 @@ bool bind_widths(const kvasir::Program & program, const Layer & layer, Binding &
     return true;
 }
 
-// Gives each value a register that no other living value has; false when it would take too many (a program that
-// wants that much memory is not one that llama.cpp built). Nothing is computed in place.
+// Gives each value a register that no other living value has; false when it would take too many (a program
+// that wants that much memory is not one that llama.cpp built). Nothing is computed in place.
 bool assign_registers(const kvasir::Program & program, Binding & binding) {
     const int n = static_cast<int>(program.steps.size());
     int last_use[KVASIR_PROGRAM_STEPS_MAX + 1];
@@ -190,7 +190,7 @@ bool assign_registers(const kvasir::Program & program, Binding & binding) {
     }
     for (int i = n - 1; i >= 0; --i) { // backwards, so that a slice keeps what it is cut from alive
         const kvasir_program_step & step = program.steps[i];
-        const int end = step.op == KVASIR_OP_SLICE ? last_use[i + 1] : i + 1;
+        const int end                    = step.op == KVASIR_OP_SLICE ? last_use[i + 1] : i + 1;
         for (const int input : {step.input_a, step.input_b}) {
             if (input >= 0) {
                 last_use[input] = std::max(last_use[input], end);
@@ -209,7 +209,8 @@ bool assign_registers(const kvasir::Program & program, Binding & binding) {
             ++reg;
         }
         if (reg == kRegistersMax) {
-            std::snprintf(binding.fault, sizeof binding.fault, "more than %d values live at once", kRegistersMax);
+            std::snprintf(binding.fault, sizeof binding.fault, "more than %d values live at once",
+                          kRegistersMax);
             return false;
         }
         if (reg == binding.n_regs) {
@@ -225,17 +226,17 @@ bool assign_registers(const kvasir::Program & program, Binding & binding) {
 } // namespace
 
 struct kvasir_kernel {
-    int32_t                                  n_expert = 0;
-    Backend *                                backend  = nullptr;
-    ThreadPool *                             pool     = nullptr;
-    std::mutex                               mutex;
+    int32_t n_expert  = 0;
+    Backend * backend = nullptr;
+    ThreadPool * pool = nullptr;
+    std::mutex mutex;
     std::map<int32_t, std::unique_ptr<Layer>> layers;
-    std::map<int32_t, kvasir::Program>       programs;
-    Scratch                                  arena;
-    Scratch                                  values;
-    std::vector<int32_t>                     ids;
-    int64_t                                  memory_bytes = 0;
-    Fault                                    fault;
+    std::map<int32_t, kvasir::Program> programs;
+    Scratch arena;
+    Scratch values;
+    std::vector<int32_t> ids;
+    int64_t memory_bytes = 0;
+    Fault fault;
 
     ~kvasir_kernel() {
         if (backend != nullptr) {
@@ -255,12 +256,13 @@ struct kvasir_kernel {
                  const Binding *& binding);
     int32_t check_pairs(const Layer & layer, int32_t n_rows, int32_t n_pairs, const int32_t * row_of_pair,
                         const int32_t * expert_of_pair);
-    int32_t compute(const Layer & layer, const kvasir::Program & program, const Binding & binding, int32_t n_rows,
-                    int32_t n_pairs, const float * x, const int32_t * row_of_pair, float * out);
+    int32_t compute(const Layer & layer, const kvasir::Program & program, const Binding & binding,
+                    int32_t n_rows, int32_t n_pairs, const float * x, const int32_t * row_of_pair,
+                    float * out);
 };
 
-int32_t kvasir_kernel::bind(int32_t layer_number, int32_t index, Layer *& layer, const kvasir::Program *& program,
-                            const Binding *& binding) {
+int32_t kvasir_kernel::bind(int32_t layer_number, int32_t index, Layer *& layer,
+                            const kvasir::Program *& program, const Binding *& binding) {
     layer = layer_of(layer_number);
     if (layer == nullptr) {
         return fault.say(KVASIR_KERNEL_UNKNOWN_LAYER, "no expert of layer %d is held", layer_number);
@@ -269,30 +271,31 @@ int32_t kvasir_kernel::bind(int32_t layer_number, int32_t index, Layer *& layer,
     if (found == programs.end()) {
         return fault.say(KVASIR_KERNEL_UNKNOWN_PROGRAM, "program %d is not known", index);
     }
-    program = &found->second;
+    program                         = &found->second;
     std::unique_ptr<Binding> & slot = layer->bindings[index];
     if (!slot) {
         slot       = std::make_unique<Binding>();
         slot->fits = bind_widths(*program, *layer, *slot) && assign_registers(*program, *slot);
     }
     if (!slot->fits) {
-        return fault.say(KVASIR_KERNEL_PROGRAM_UNFIT, "program %d does not fit layer %d: %s", index, layer_number,
-                         slot->fault);
+        return fault.say(KVASIR_KERNEL_PROGRAM_UNFIT, "program %d does not fit layer %d: %s", index,
+                         layer_number, slot->fault);
     }
     binding = slot.get();
     return KVASIR_KERNEL_DONE;
 }
 
 // Fills `ids` with the held experts' local numbers.
-int32_t kvasir_kernel::check_pairs(const Layer & layer, int32_t n_rows, int32_t n_pairs, const int32_t * row_of_pair,
-                                   const int32_t * expert_of_pair) {
+int32_t kvasir_kernel::check_pairs(const Layer & layer, int32_t n_rows, int32_t n_pairs,
+                                   const int32_t * row_of_pair, const int32_t * expert_of_pair) {
     if (n_rows < 1 || n_pairs < 1 || n_pairs > KVASIR_KERNEL_PAIRS_MAX || n_rows > n_pairs) {
         return fault.say(KVASIR_KERNEL_INVALID, "%d rows in %d pairs are out of range", n_rows, n_pairs);
     }
     ids.resize(static_cast<size_t>(n_pairs));
     for (int32_t i = 0; i < n_pairs; ++i) {
         if (row_of_pair[i] < 0 || row_of_pair[i] >= n_rows) {
-            return fault.say(KVASIR_KERNEL_ROW_OUT_OF_RANGE, "pair %d names row %d of %d", i, row_of_pair[i], n_rows);
+            return fault.say(KVASIR_KERNEL_ROW_OUT_OF_RANGE, "pair %d names row %d of %d", i, row_of_pair[i],
+                             n_rows);
         }
         const int32_t expert = expert_of_pair[i];
         const int32_t local  = expert >= 0 && expert < n_expert ? layer.local_of_expert[expert] : -1;
@@ -308,7 +311,7 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
                                int32_t n_rows, int32_t n_pairs, const float * x, const int32_t * row_of_pair,
                                float * out) {
     // Rows with equally many pairs each, in order: rows need no gathering and are quantised once.
-    bool    uniform = n_pairs % n_rows == 0;
+    bool uniform    = n_pairs % n_rows == 0;
     int32_t n_slots = n_pairs / n_rows;
     for (int32_t i = 0; uniform && i < n_pairs; ++i) {
         uniform = row_of_pair[i] == i / n_slots;
@@ -324,8 +327,8 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
         return (size + kAlignment - 1) / kAlignment * kAlignment;
     };
     const int64_t width_in = binding.width[0];
-    size_t        total    = uniform ? 0 : bytes_of(width_in, n_pairs);
-    size_t        offset_of_reg[kRegistersMax];
+    size_t total           = uniform ? 0 : bytes_of(width_in, n_pairs);
+    size_t offset_of_reg[kRegistersMax];
     for (int reg = 0; reg < binding.n_regs; ++reg) {
         offset_of_reg[reg] = total;
         total += bytes_of(binding.reg_width[reg], n_pairs);
@@ -345,7 +348,7 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
     const size_t n_steps    = program.steps.size();
     const size_t arena_size = lib.ggml_tensor_overhead() * (3 * n_steps + 4) +
                               lib.ggml_graph_overhead_custom(kGraphNodes, false) + 256;
-    unsigned char * memory = arena.reserve(arena_size);
+    unsigned char * memory  = arena.reserve(arena_size);
     if (memory == nullptr) {
         return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for a graph");
     }
@@ -353,8 +356,8 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
     if (!context) {
         return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for a graph");
     }
-    Context * c     = context.get();
-    Graph *   graph = lib.ggml_new_graph_custom(c, kGraphNodes, false);
+    Context * c   = context.get();
+    Graph * graph = lib.ggml_new_graph_custom(c, kGraphNodes, false);
 
     Tensor * id_tensor = lib.ggml_new_tensor_2d(c, TYPE_I32, n_slots, n_tokens);
     id_tensor->data    = ids.data();
@@ -365,10 +368,10 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
 
     for (size_t i = 0; i < n_steps; ++i) {
         const kvasir_program_step & step = program.steps[i];
-        Tensor * a    = step.input_a >= 0 ? value[step.input_a] : nullptr;
-        Tensor * b    = step.input_b >= 0 ? value[step.input_b] : nullptr;
-        Tensor * held = step.tensor >= 0 ? layer.tensors[step.tensor].tensor : nullptr;
-        const int32_t * p = step.params;
+        Tensor * a                       = step.input_a >= 0 ? value[step.input_a] : nullptr;
+        Tensor * b                       = step.input_b >= 0 ? value[step.input_b] : nullptr;
+        Tensor * held                    = step.tensor >= 0 ? layer.tensors[step.tensor].tensor : nullptr;
+        const int32_t * p                = step.params;
         float factors[2];
         std::memcpy(factors, p, sizeof factors);
         Tensor * result = nullptr; // the value
@@ -440,9 +443,7 @@ extern "C" kvasir_kernel * kvasir_kernel_create(int32_t n_threads, int32_t n_exp
     return kernel.release();
 }
 
-extern "C" void kvasir_kernel_destroy(kvasir_kernel * kernel) {
-    delete kernel;
-}
+extern "C" void kvasir_kernel_destroy(kvasir_kernel * kernel) { delete kernel; }
 
 extern "C" int32_t kvasir_kernel_add_layer(kvasir_kernel * kernel, int32_t layer, const int32_t * experts,
                                            int32_t n_held) {
@@ -467,7 +468,8 @@ extern "C" int32_t kvasir_kernel_add_layer(kvasir_kernel * kernel, int32_t layer
             made->local_of_expert[experts[i]] = i;
         }
         made->n_held = n_held;
-        made->context.reset(lib.ggml_init({lib.ggml_tensor_overhead() * (KVASIR_TENSOR_COUNT + 1), nullptr, true}));
+        made->context.reset(
+            lib.ggml_init({lib.ggml_tensor_overhead() * (KVASIR_TENSOR_COUNT + 1), nullptr, true}));
         if (!made->context) {
             throw std::bad_alloc();
         }
@@ -478,8 +480,8 @@ extern "C" int32_t kvasir_kernel_add_layer(kvasir_kernel * kernel, int32_t layer
     return KVASIR_KERNEL_DONE;
 }
 
-extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t layer, int32_t tensor, int32_t type,
-                                            const int64_t * shape, int32_t n_dims) {
+extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t layer, int32_t tensor,
+                                            int32_t type, const int64_t * shape, int32_t n_dims) {
     const std::lock_guard<std::mutex> lock(kernel->mutex);
     Fault & fault = kernel->fault;
     Layer * there = kernel->layer_of(layer);
@@ -490,8 +492,8 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
         return fault.say(KVASIR_KERNEL_INVALID, "tensor %d is out of range or already there", tensor);
     }
     const char * part = kPartNames[tensor / 3];
-    const int    kind = kvasir::tensor_kind(tensor);
-    const int    dims = kind == KVASIR_KIND_WEIGHT ? 2 : kind == KVASIR_KIND_BIAS ? 1 : 0;
+    const int kind    = kvasir::tensor_kind(tensor);
+    const int dims    = kind == KVASIR_KIND_WEIGHT ? 2 : kind == KVASIR_KIND_BIAS ? 1 : 0;
     if (n_dims != dims) {
         return fault.say(KVASIR_KERNEL_INVALID, "%s %s has %d dimensions", part, kKindNames[kind], n_dims);
     }
@@ -504,9 +506,9 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
         return fault.say(KVASIR_KERNEL_INVALID, "%s %s has type %d, which this kernel cannot use", part,
                          kKindNames[kind], type);
     }
-    HeldTensor & held = there->tensors[tensor];
+    HeldTensor & held    = there->tensors[tensor];
     const int64_t n_held = there->n_held;
-    Context * context = there->context.get();
+    Context * context    = there->context.get();
     size_t row_size;
     Tensor * made;
     if (kind == KVASIR_KIND_WEIGHT) {
@@ -521,7 +523,8 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
     const size_t size = held.expert_size * static_cast<size_t>(n_held);
     held.buffer.reset(lib.ggml_backend_buft_alloc_buffer(lib.ggml_backend_cpu_buffer_type(), size));
     if (!held.buffer) {
-        return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for %zu bytes of %s %s", size, part, kKindNames[kind]);
+        return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for %zu bytes of %s %s", size, part,
+                         kKindNames[kind]);
     }
     if (kind == KVASIR_KIND_WEIGHT) {
         made = lib.ggml_new_tensor_3d(context, type, shape[0], shape[1], n_held);
@@ -531,8 +534,8 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
         made = lib.ggml_new_tensor_2d(context, type, n_held, 1);
     }
     if (lib.ggml_nbytes(made) != size ||
-        lib.ggml_backend_tensor_alloc(held.buffer.get(), made, lib.ggml_backend_buffer_get_base(held.buffer.get())) !=
-            STATUS_SUCCESS) {
+        lib.ggml_backend_tensor_alloc(
+            held.buffer.get(), made, lib.ggml_backend_buffer_get_base(held.buffer.get())) != STATUS_SUCCESS) {
         held.buffer.reset();
         return fault.say(KVASIR_KERNEL_INVALID, "%s %s cannot be placed", part, kKindNames[kind]);
     }
@@ -547,8 +550,8 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
     return KVASIR_KERNEL_DONE;
 }
 
-extern "C" int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t layer, int32_t tensor, int32_t expert,
-                                            const void * data, size_t size) {
+extern "C" int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t layer, int32_t tensor,
+                                            int32_t expert, const void * data, size_t size) {
     const std::lock_guard<std::mutex> lock(kernel->mutex);
     Fault & fault = kernel->fault;
     Layer * there = kernel->layer_of(layer);
@@ -564,9 +567,11 @@ extern "C" int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t laye
     }
     HeldTensor & held = there->tensors[tensor];
     if (size != held.expert_size) {
-        return fault.say(KVASIR_KERNEL_INVALID, "an expert has %zu bytes here, not %zu", held.expert_size, size);
+        return fault.say(KVASIR_KERNEL_INVALID, "an expert has %zu bytes here, not %zu", held.expert_size,
+                         size);
     }
-    std::memcpy(static_cast<unsigned char *>(held.tensor->data) + static_cast<size_t>(local) * size, data, size);
+    std::memcpy(static_cast<unsigned char *>(held.tensor->data) + static_cast<size_t>(local) * size, data,
+                size);
     if (!held.set[local]) {
         held.set[local] = true;
         ++held.n_set;
@@ -580,8 +585,8 @@ extern "C" int64_t kvasir_kernel_memory_bytes(kvasir_kernel * kernel) {
     return kernel->memory_bytes;
 }
 
-extern "C" int32_t kvasir_kernel_add_program(kvasir_kernel * kernel, int32_t index, const kvasir_program_step * steps,
-                                             int32_t n_steps) {
+extern "C" int32_t kvasir_kernel_add_program(kvasir_kernel * kernel, int32_t index,
+                                             const kvasir_program_step * steps, int32_t n_steps) {
     const std::lock_guard<std::mutex> lock(kernel->mutex);
     Fault & fault = kernel->fault;
     if (index < 0 || index >= kProgramsMax) {
@@ -603,14 +608,14 @@ extern "C" int32_t kvasir_kernel_add_program(kvasir_kernel * kernel, int32_t ind
     return KVASIR_KERNEL_DONE;
 }
 
-extern "C" int32_t kvasir_kernel_bind(kvasir_kernel * kernel, int32_t layer, int32_t index, int32_t * width_in,
-                                      int32_t * width_out) {
+extern "C" int32_t kvasir_kernel_bind(kvasir_kernel * kernel, int32_t layer, int32_t index,
+                                      int32_t * width_in, int32_t * width_out) {
     const std::lock_guard<std::mutex> lock(kernel->mutex);
     try {
-        Layer *                 there   = nullptr;
+        Layer * there                   = nullptr;
         const kvasir::Program * program = nullptr;
-        const Binding *         binding = nullptr;
-        const int32_t           status  = kernel->bind(layer, index, there, program, binding);
+        const Binding * binding         = nullptr;
+        const int32_t status            = kernel->bind(layer, index, there, program, binding);
         if (status == KVASIR_KERNEL_DONE) {
             *width_in  = static_cast<int32_t>(binding->width[0]);
             *width_out = static_cast<int32_t>(binding->width[program->steps.size()]);
@@ -626,10 +631,10 @@ extern "C" int32_t kvasir_kernel_compute(kvasir_kernel * kernel, int32_t layer, 
                                          const int32_t * expert_of_pair, float * out) {
     const std::lock_guard<std::mutex> lock(kernel->mutex);
     try {
-        Layer *                 there   = nullptr;
+        Layer * there                   = nullptr;
         const kvasir::Program * program = nullptr;
-        const Binding *         binding = nullptr;
-        int32_t status = kernel->bind(layer, index, there, program, binding);
+        const Binding * binding         = nullptr;
+        int32_t status                  = kernel->bind(layer, index, there, program, binding);
         if (status == KVASIR_KERNEL_DONE) {
             status = kernel->check_pairs(*there, n_rows, n_pairs, row_of_pair, expert_of_pair);
         }

@@ -35,8 +35,8 @@ const char * tensor_fault(const kvasir_program_step & step) {
     int kind = -1;
     switch (step.op) {
         case KVASIR_OP_EXPERT_MATMUL: kind = KVASIR_KIND_WEIGHT; break;
-        case KVASIR_OP_EXPERT_ADD:    kind = KVASIR_KIND_BIAS; break;
-        case KVASIR_OP_EXPERT_SCALE:  kind = KVASIR_KIND_SCALE; break;
+        case KVASIR_OP_EXPERT_ADD: kind = KVASIR_KIND_BIAS; break;
+        case KVASIR_OP_EXPERT_SCALE: kind = KVASIR_KIND_SCALE; break;
         default: return step.tensor == -1 ? nullptr : "a step names a tensor that it cannot use";
     }
     if (step.tensor < 0 || step.tensor >= KVASIR_TENSOR_COUNT || tensor_kind(step.tensor) != kind) {
@@ -92,7 +92,7 @@ const char * params_fault(const kvasir_program_step & step) {
                        : "a unary function is not known";
         case KVASIR_OP_CLAMP:
             return float_of(p[0]) <= float_of(p[1]) && params_zero_from(step, 2) ? nullptr
-                                                                                  : "a clamp has no range";
+                                                                                 : "a clamp has no range";
         case KVASIR_OP_LINEAR:
             return std::isfinite(float_of(p[0])) && std::isfinite(float_of(p[1])) && params_zero_from(step, 2)
                        ? nullptr
@@ -115,7 +115,7 @@ const char * program_fault(const kvasir_program_step * steps, int n_steps) {
         return "a program has 1 to 32 steps";
     }
     bool used[KVASIR_PROGRAM_STEPS_MAX + 1] = {};
-    int  n_matmul                           = 0;
+    int n_matmul                            = 0;
     for (int i = 0; i < n_steps; ++i) {
         const kvasir_program_step & step = steps[i];
         if (step.op < KVASIR_OP_EXPERT_MATMUL || step.op > KVASIR_OP_SLICE) {

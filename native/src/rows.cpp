@@ -19,7 +19,8 @@ bool all_finite(const float * row, int32_t n) {
 } // namespace
 
 extern "C" int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const int32_t * holder_of_expert,
-                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out, int32_t * counts_out) {
+                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out,
+                                    int32_t * counts_out) {
     for (int32_t holder = 0; holder < n_holders; ++holder) {
         counts_out[holder] = 0;
     }
@@ -55,15 +56,16 @@ extern "C" int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const 
 }
 
 extern "C" int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_slots, int32_t input_per_slot,
-                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs, int32_t * row_of_pair,
-                                    int32_t * expert_of_pair, float * rows_out) {
+                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
+                                    int32_t * row_of_pair, int32_t * expert_of_pair, float * rows_out) {
     int32_t n_rows = 0;
     int32_t last   = -1;
     for (int32_t i = 0; i < n_pairs; ++i) {
         const int32_t pair   = pairs[i];
         const int32_t source = input_per_slot ? pair : pair / n_slots;
         if (source != last) {
-            std::memcpy(rows_out + static_cast<size_t>(n_rows) * n_embd, x + static_cast<size_t>(source) * n_embd,
+            std::memcpy(rows_out + static_cast<size_t>(n_rows) * n_embd,
+                        x + static_cast<size_t>(source) * n_embd,
                         static_cast<size_t>(n_embd) * sizeof(float));
             last = source;
             ++n_rows;
@@ -74,8 +76,8 @@ extern "C" int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_s
     return n_rows;
 }
 
-extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs, int32_t n_embd,
-                                       float * out) {
+extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,
+                                       int32_t n_embd, float * out) {
     const size_t width = static_cast<size_t>(n_embd);
     for (int32_t i = 0; i < n_pairs; ++i) {
         const float * row = rows + static_cast<size_t>(i) * width;
