@@ -14,6 +14,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_proto.errors import EngineFailed
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
@@ -69,7 +71,12 @@ class Sampler:
             add(self._chain, llama_cpp.llama_sampler_init_temp(parameters.temperature))
 
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> int:
-        """The token for ``position``, given its logits of shape [n_vocab]. Lowest id wins a greedy tie."""
+        """The token for ``position``, given its logits of shape [n_vocab]. Lowest id wins a greedy tie.
+
+        Raises `EngineFailed` for logits that make no distribution: a NaN would otherwise win every comparison.
+        """
+        if not np.isfinite(logits.max()):
+            raise EngineFailed(f"the logits of position {position} are not finite")
         if self._parameters.temperature <= 0.0:
             return int(np.argmax(logits))
         self._view["id"] = self._ids

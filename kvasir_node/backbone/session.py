@@ -71,18 +71,18 @@ def run_session(
         started = time.monotonic_ns()
         chunk = trunk.settings.n_ubatch
         for start in range(0, len(prompt), chunk):
-            _check(check_authority, cancelled, deadline_ns)
             if cancelled.is_set():
                 break
+            _check(check_authority, deadline_ns)
             part = prompt[start : start + chunk]
             trunk.decode(part, no_logits=start + chunk < len(prompt))
         outcome.prompt_ns = time.monotonic_ns() - started
         started = time.monotonic_ns()
         while True:
-            _check(check_authority, cancelled, deadline_ns)
             if cancelled.is_set():
                 outcome.reason = "cancelled"
                 return
+            _check(check_authority, deadline_ns)
             token = sampler.sample(trunk.logits(), trunk.position)
             if trunk.is_end_of_generation(token):
                 outcome.reason = "end_of_text"
@@ -100,7 +100,12 @@ def run_session(
         sampler.close()
 
 
-def _check(check_authority: Callable[[], object], cancelled: threading.Event, deadline_ns: int) -> None:
-    if not cancelled.is_set() and time.monotonic_ns() > deadline_ns:
+def check_deadline(deadline_ns: int) -> None:
+    """Raise `SessionDeadlineExpired` when that moment of the monotonic clock has passed."""
+    if time.monotonic_ns() > deadline_ns:
         raise SessionDeadlineExpired("the session's deadline has passed")
+
+
+def _check(check_authority: Callable[[], object], deadline_ns: int) -> None:
+    check_deadline(deadline_ns)
     check_authority()

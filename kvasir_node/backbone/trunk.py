@@ -99,6 +99,8 @@ class Trunk:
         what the hook's callback raised, or `DecodeFailed`; then the ubatch that failed has left no trace in
         the KV cache, `position` says where the sequence stands, and the tokens from there may be sent again.
         """
+        if not tokens:
+            raise DecodeFailed("there is no token to decode")
         if self._position + len(tokens) > self.n_ctx:
             raise DecodeFailed(f"the context of {self.n_ctx} tokens is full")
         if any(not 0 <= token < self.n_vocab for token in tokens):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -31,6 +34,9 @@ from kvasir_proto.messages.engine import (
     EngineMessage,
     Shutdown,
 )
+
+ORPHAN_GRACE_S: Final = 1.0
+"""How long an engine without control may take to end in good order."""
 
 
 class RoleEngine(Protocol):
@@ -78,6 +84,19 @@ def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
         engine.close()
 
 
+def _exit_without_control(descriptor: int) -> None:
+    """Wait until control's end is closed, then end this process, whatever its main thread sits in.
+
+    The main thread notices by itself unless it is busy: loading a shard takes minutes, reading a file on a
+    dead network mount for ever.
+    """
+    waiter = select.poll()
+    waiter.register(descriptor, 0)  # a hang-up is reported without being asked for
+    waiter.poll()
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(KvasirError.exit_code)
+
+
 def main(arguments: list[str]) -> int:
     """Run an engine until control ends it; the exit status is the error's own."""
     parser = argparse.ArgumentParser(prog="python -m kvasir_node.engine")
@@ -92,11 +111,17 @@ def main(arguments: list[str]) -> int:
     configure_telemetry(options.log_level, options.log_format, os.environ)
     bind_process(role=options.role)
     channel = ControlChannel(socket.socket(fileno=options.control_fd))
+    threading.Thread(
+        target=_exit_without_control, args=(options.control_fd,), name="orphan", daemon=True
+    ).start()
     try:
         _serve(options.role, channel, options.directory)
     except KvasirError as error:
         channel.send(fault_of(None, error, "engine_unusable"))
         return error.exit_code
+    except ProtocolError as error:
+        channel.send(fault_of(None, error, "protocol"))
+        return KvasirError.exit_code
     return 0
 
 

@@ -11,6 +11,7 @@ import datetime
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -23,6 +24,16 @@ from kvasir_proto.limits import Role
 _NOT_BEFORE = datetime.datetime(1971, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(2999, 12, 31, tzinfo=datetime.UTC)
 _OID = x509.ObjectIdentifier(ENGINE_EXTENSION_OID)
+
+_NOT_A_CERTIFICATE = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+"""What ``cryptography`` raises for bytes that somebody else made up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ def verify_engine_certificate(
         certificate = x509.load_der_x509_certificate(certificate_der)
         extension = certificate.extensions.get_extension_for_oid(_OID).value
         key = public_der(certificate.public_key())
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+    except _NOT_A_CERTIFICATE as error:
         raise RemoteProtocolError("not an engine's certificate", code="malformed") from error
     assert isinstance(extension, x509.UnrecognizedExtension)
     return verify_binding(extension.value, swarm_digest, key, node_id, role)

@@ -7,7 +7,6 @@ decode and before each emitted token, so that a control process that is stopped 
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
 
@@ -35,13 +34,16 @@ class LeaseWatch:
 
     def __init__(self) -> None:
         self._lease = _Lease(0, 0, 0)
-        self._granted = threading.Event()
 
     def renew(self, epoch: int, term: int, end_boottime_ns: int) -> None:
         """Take in a grant; one of an older (epoch, term) is ignored."""
         if (epoch, term) >= (self._lease.epoch, self._lease.term):
             self._lease = _Lease(epoch, term, end_boottime_ns)
-            self._granted.set()
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The (epoch, term) of the newest grant, whether or not it has run out; (0, 0) before the first."""
+        return self._lease.epoch, self._lease.term
 
     def check(self) -> tuple[int, int]:
         """The (epoch, term) in force. Raises `LeaseExpired` when there is none."""

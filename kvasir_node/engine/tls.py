@@ -94,21 +94,25 @@ def connect_pinned(
 ) -> ssl.SSLSocket:
     """Connect, show the one-time token, and complete a mutually pinned handshake.
 
-    Raises `OSError` (``ssl.SSLError`` included) or `RemoteProtocolError`; nothing is left open then. The
-    returned socket is blocking with `HANDSHAKE_TIMEOUT_S`. In TLS 1.3 a client finishes before the server
-    has judged it: only the first reply proves acceptance.
+    Host and certificate come from the other node, so they may be anything. Raises `OSError` (``ssl.SSLError``
+    included) or `RemoteProtocolError`; nothing is left open then. The returned socket is blocking with
+    `HANDSHAKE_TIMEOUT_S`. In TLS 1.3 a client finishes before the server has judged it: only the first reply
+    proves acceptance.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         prepare_socket(sock)
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        context = pinned_context(credentials, remote_certificate_der, server=False)
         sock.connect((host, port))
         sock.sendall(token)
-        context = pinned_context(credentials, remote_certificate_der, server=False)
         connection = context.wrap_socket(sock, server_side=False)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, ValueError) and not isinstance(error, OSError):
+            # A name that no resolver takes; a failed verification is an OSError as well.
+            raise RemoteProtocolError(f"{host!r} cannot be dialled: {error}", code="bad_address") from error
         raise
     try:
         check_pinned(connection, hashlib.sha256(remote_certificate_der).digest())

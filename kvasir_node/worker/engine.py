@@ -14,7 +14,6 @@ import hashlib
 import json
 import resource
 import socket
-import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvasir_node.engine.channel import ControlChannel, fault_of
+from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.engine.tls import (
     HANDSHAKE_TIMEOUT_S,
     TOKEN_BYTES,
@@ -59,7 +59,14 @@ DIALLERS_EXPECTED_MAX: Final = 64
 """Tokens waiting at one time; the oldest gives way."""
 
 CONNECTIONS_MAX: Final = 64
-"""Connections being served or shaken hands with at one time."""
+"""Connections with a good token, being shaken hands with or served, at one time."""
+
+STRANGERS_MAX: Final = 64
+"""Connections that have not shown a good token yet; the oldest gives way to a newcomer.
+
+Anybody can connect and say nothing. If such connections could fill up the places, they would keep the
+backbone out; a backbone shows its token at once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class WorkerEngine:
         self._expected: dict[bytes, _ExpectedDialler] = {}
         self._expected_lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._strangers: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._stop = threading.Event()
@@ -105,9 +113,10 @@ class WorkerEngine:
     def close(self) -> None:
         """Stop accepting and end every connection."""
         self._stop.set()
-        if self._listener is not None:
-            self._listener.close()
+        self._stop_listening()
         self._end_connections()
+        for stranger in list(self._strangers):
+            _shut_down(stranger)
 
     def _load(self, message: LoadShard) -> None:
         try:
@@ -118,16 +127,18 @@ class WorkerEngine:
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
             self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return
-        # A new shard means a new plan: old connections end, their backbone dials again for the new one.
-        self._end_connections()
         with self._kernel_lock:
             previous, self._kernel = self._kernel, kernel
             self._model_digest = manifest.digest()
             if previous is not None:
                 previous.close()
+        # A new shard means a new plan: old connections end, their backbone dials again for the new one. Only
+        # now, or one that is being made would be left with the old kernel.
+        self._end_connections()
         self._channel.send(ShardLoaded(message.request, kernel.memory_bytes, shard.digest()))
 
     def _listen(self, message: Listen) -> None:
+        self._stop_listening()
         family = socket.AF_INET6 if ":" in message.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -135,16 +146,15 @@ class WorkerEngine:
             prepare_socket(listener)
             listener.bind((message.host, message.port))
             listener.listen(16)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
             listener.close()
-            taken = error.errno == errno.EADDRINUSE
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             self._channel.send(
                 EngineFault(
                     None,
                     "port_in_use" if taken else "address_unusable",
-                    as_sentence(
-                        f"data plane cannot listen on {message.host}:{message.port}: {error.strerror}"
-                    ),
+                    as_sentence(f"data plane cannot listen on {message.host}:{message.port}: {reason}"),
                     PortInUse.exit_code if taken else 1,
                 )
             )
@@ -168,28 +178,36 @@ class WorkerEngine:
             self._end_connections()
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._stop.is_set():
+        while True:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if self._stop.is_set() or error.errno == errno.EBADF:
+                if listener is not self._listener:
                     return
                 log.warning("accept_failed", reason=str(error))
                 time.sleep(0.1)  # out of descriptors: give connections time to end
                 continue
-            if not self._slots.acquire(blocking=False):
-                sock.close()
-                continue
+            self._strangers[sock] = None
+            for oldest in list(self._strangers)[:-STRANGERS_MAX]:
+                self._strangers.pop(oldest, None)
+                _shut_down(oldest)
             threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        reason = "stopping"
+        reason = "internal error"
+        holds_slot = False
         try:
-            self._connections.add(sock)
-            connection = self._shake_hands(sock)
-            self._connections.add(connection)
-            self._connections.discard(sock)
+            certificate = self._recognise(sock)
+            holds_slot = self._slots.acquire(blocking=False)
+            if not holds_slot:
+                raise RemoteProtocolError("there are too many connections", code="busy")
+            context = pinned_context(self._credentials, certificate, server=True)
+            # Known before its handshake, so that a moving fence finds it there too.
+            connection = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             sock = connection
+            self._connections.add(connection)
+            connection.do_handshake()
+            check_pinned(connection, hashlib.sha256(certificate).digest())
             kernel = self._kernel
             if kernel is None:
                 raise RemoteProtocolError("no shard is loaded yet", code="not_open")
@@ -204,14 +222,16 @@ class WorkerEngine:
         except (OSError, RemoteProtocolError) as error:
             reason = str(error) or type(error).__name__
         finally:
+            self._strangers.pop(sock, None)
             self._connections.discard(sock)
             with contextlib.suppress(OSError):
                 sock.close()
-            self._slots.release()
+            if holds_slot:
+                self._slots.release()
             log.info("connection_ended", reason=reason)
 
-    def _shake_hands(self, sock: socket.socket) -> ssl.SSLSocket:
-        """Read the one-time token, then prove and demand the certificates that belong to it."""
+    def _recognise(self, sock: socket.socket) -> bytes:
+        """Read the one-time token; the certificate that its owner must have."""
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -223,18 +243,12 @@ class WorkerEngine:
             token += part
         with self._expected_lock:
             expected = self._expected.pop(token, None)
+        self._strangers.pop(sock, None)
         if expected is None:
             raise RemoteProtocolError("the token was not expected, or used before", code="bad_token")
-        if time.clock_gettime_ns(time.CLOCK_BOOTTIME) > expected.expires_boottime_ns:
+        if boottime_ns() > expected.expires_boottime_ns:
             raise RemoteProtocolError("the token has expired", code="bad_token")
-        context = pinned_context(self._credentials, expected.certificate, server=True)
-        connection = context.wrap_socket(sock, server_side=True)
-        try:
-            check_pinned(connection, hashlib.sha256(expected.certificate).digest())
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return expected.certificate
 
     def _check_opening(self, opening: Opening) -> None:
         if opening.model_digest != self._model_digest:
@@ -246,8 +260,13 @@ class WorkerEngine:
 
     def _end_connections(self) -> None:
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut_down(connection)
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            _shut_down(listener)  # closing alone does not wake the thread that accepts
+            listener.close()
 
     def _statistics(self) -> dict[str, int]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -257,3 +276,13 @@ class WorkerEngine:
             "memory_bytes": self._kernel.memory_bytes if self._kernel else 0,
             "connections": len(self._connections),
         }
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection that another thread is using.
+
+    Not by `ssl.SSLSocket.shutdown`: that takes the encryption away first, and what the other thread sends in
+    that moment would leave in the clear.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
