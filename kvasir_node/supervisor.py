@@ -67,6 +67,12 @@ STEADY_AFTER: Final[Duration] = seconds(60)
 """An engine that lived this long starts with short delays again when it ends."""
 
 EVENTS_WAITING_MAX: Final = 1024
+FRAMES_WAITING_MAX: Final = 64
+"""Messages that wait for an engine to read; a sender waits when there are more."""
+
+STATISTICS_TIMEOUT_S: Final = 2.0
+"""An engine that is busy or stopped must not make `status` slow."""
+
 _READ_BYTES: Final = 64 * 1024
 _RESTART_DELAY_FIRST_S: Final = 1.0
 _RESTART_DELAY_MAX_S: Final = 60.0
@@ -148,11 +154,11 @@ class Engine:
         self.certificate = b""
         self._process = process
         self._stream = stream
-        self._send_lock = trio.Lock()
+        self._to_write, self._written = trio.open_memory_channel[bytes](FRAMES_WAITING_MAX)
         self._requests = itertools.count(1)
         self._waiters: list[_Waiter] = []
         self._ended = trio.Event()
-        self._end_reason = "the engine has ended"
+        self._end_reason = ""
         self._events_in, self.events = trio.open_memory_channel[EngineMessage](EVENTS_WAITING_MAX)
 
     @property
@@ -165,13 +171,15 @@ class Engine:
         return next(self._requests)
 
     async def send(self, message: EngineMessage) -> None:
-        """Send one message. Raises `EngineFailed` when the engine has ended."""
+        """Queue one message; waits while the queue is full. Raises `EngineFailed` when the engine has ended.
+
+        Whoever is cancelled here has sent the whole message or nothing of it.
+        """
         data = frame(encode(message), ENGINE.size_bytes_max)
-        async with self._send_lock:
-            try:
-                await self._stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                raise EngineFailed(self._end_reason) from None
+        try:
+            await self._to_write.send(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise EngineFailed(f"{self.role} engine: {self._reason}") from None
 
     async def exchange(
         self,
@@ -200,23 +208,22 @@ class Engine:
         waiter = _Waiter(matches, trio.Event())
         self._waiters.append(waiter)
         try:
-            if message is not None:
-                await self.send(message)
             with trio.move_on_after(timeout_s):
+                if message is not None:
+                    await self.send(message)
                 await waiter.arrived.wait()
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            self._waiters.remove(waiter)
         reply = waiter.reply
         if isinstance(reply, EngineFault):
             raise error_of_fault(reply)
         if reply is None:
-            reason = self._end_reason if self.has_ended else f"no answer in {timeout_s:g} s"
+            reason = self._reason if self.has_ended else f"no answer in {timeout_s:g} s"
             raise EngineFailed(f"{self.role} engine: {reason}")
         assert isinstance(reply, reply_type)
         return reply
 
-    async def statistics_json(self, timeout_s: float = 5.0) -> str:
+    async def statistics_json(self, timeout_s: float = STATISTICS_TIMEOUT_S) -> str:
         """The engine's counters as one JSON object."""
         reply = await self.exchange(QueryStatistics(self.next_request()), EngineStatistics, timeout_s)
         return reply.values_json
@@ -224,10 +231,17 @@ class Engine:
     async def wait_ended(self) -> str:
         """Wait until the engine is gone; why, in a few words."""
         await self._ended.wait()
-        return self._end_reason
+        return self._reason
+
+    @property
+    def _reason(self) -> str:
+        return self._end_reason or "the engine has ended"
 
     async def _receive_all(self) -> None:
-        """Hand each message to the exchange that waits for it, or to `events`; return at the end."""
+        """Hand each message to the exchange that waits for it, or to `events`; return at the end.
+
+        What an engine said before it ended is handed over before its end is noted.
+        """
         reader = FrameReader(ENGINE.size_bytes_max)
         try:
             while data := await self._stream.receive_some(_READ_BYTES):
@@ -246,6 +260,12 @@ class Engine:
                 return
         await self._events_in.send(message)
 
+    async def _write_all(self) -> None:
+        """Write what is queued. Only this task writes: a message that was begun is never broken off."""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            async for data in self._written:
+                await self._stream.send_all(data)
+
     async def close(self) -> None:
         """End the engine in good order, or kill it; returns within a bounded time."""
         with trio.CancelScope(shield=True):
@@ -259,26 +279,37 @@ class Engine:
     async def _run(self) -> None:
         """Live as long as the process; whatever ends this task ends the process too."""
         try:
-            await self._receive_all()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write_all)
+                await self._receive_all()
+                nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
+                # The end of its stream is what tells an engine to end; one that does not is killed.
+                await self._stream.aclose()
                 with trio.move_on_after(STOP_TIMEOUT_S):
                     await self._process.wait()
-                if self._process.returncode is None:
-                    self._process.kill()
-                    await self._process.wait()
-                await self._stream.aclose()
+                self._process.kill()
+                await self._process.wait()
             self._note_end(self._process.returncode or 0)
 
     def _note_end(self, status: int) -> None:
-        if status < 0:
-            self._end_reason = f"killed by {signal.Signals(-status).name}"
-        elif status > 0:
+        if not self._end_reason and status < 0:
+            self._end_reason = f"killed by {_signal_name(-status)}"
+        elif not self._end_reason and status > 0:
             self._end_reason = f"ended with status {status}"
         self._ended.set()
+        self._written.close()
         for waiter in self._waiters:
             waiter.arrived.set()
         self._events_in.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # most real-time signals have no name of their own
 
 
 async def start_engine(

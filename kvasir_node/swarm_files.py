@@ -1,4 +1,4 @@
-"""What a node remembers of its swarm on disk: manifest, term proof, fence, recovery key.
+"""What a node remembers of its swarm on disk: manifest, term proof, fence, plan, recovery key.
 
 Every file appears whole or not at all and survives a power cut once written: a vote or a fence that could be
 forgotten is worth nothing. Files that hold keys can be read by this user only. It decides nothing about
@@ -7,17 +7,17 @@ who may be backbone.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.durable_file import durable_file
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest, node_id_of
+from kvasir_proto.limits import INT63_MAX, SIGNED_SIZE_MAX, UINT32_MAX
 from kvasir_proto.swarm_manifest import (
     FoundedSwarm,
     SwarmManifest,
@@ -43,7 +43,7 @@ _PROOF: Final = "term-proof"
 _FENCE: Final = "fence.json"
 _RECOVERY_KEY: Final = "recovery-key"
 _GENERATION: Final = "engine-generation"
-_FILE_BYTES_MAX: Final = 1 << 20
+_PLAN: Final = "plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class SwarmFiles:
     def found(self, node_key: Ed25519PrivateKey, model_digest: bytes, model_name: str) -> Founding:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 
-        The founder's own signed vote is the proof of (0, 1); it is on disk before anybody hears of it.
+        The founder's own signed vote is the proof of (0, 1); it is on disk before anybody hears of it. Raises
+        `ConfigurationInvalid` like `check_unfounded`.
         """
-        if self.is_founder:
-            raise ConfigurationInvalid(f"a swarm was founded here already: {self._directory}")
+        self.check_unfounded(node_key)
         public_key = node_key.public_key().public_bytes_raw()
         recovery_key = Ed25519PrivateKey.generate()
         manifest = SwarmManifest(
@@ -99,6 +99,23 @@ class SwarmFiles:
         self._write(_MANIFEST, signed)
         self._write(_PROOF, proof)
         return Founding(swarm, signed, term, proof)
+
+    def check_unfounded(self, node_key: Ed25519PrivateKey) -> None:
+        """Raise `ConfigurationInvalid` unless a swarm can be founded here.
+
+        A home stays in the swarm it founded or joined. A founding that was interrupted before its proof was
+        written can be done again: nobody has heard of it.
+        """
+        if self.is_founder:
+            raise ConfigurationInvalid(f"a swarm was founded here already: {self._directory}")
+        joined = self.load_joined()
+        if joined is None:
+            return
+        if joined.manifest.founder_public_key != node_key.public_key().public_bytes_raw():
+            raise ConfigurationInvalid(
+                f"this home belongs to swarm {joined.digest.hex()[:12]} already ({self._directory}): found "
+                "another one in another --home"
+            )
 
     def load_founding(self, node_key: Ed25519PrivateKey) -> Founding:
         """The swarm that was founded here. Raises `ConfigurationInvalid` when its files are damaged."""
@@ -137,9 +154,11 @@ class SwarmFiles:
         try:
             fields = json.loads(self._read(_FENCE))
             epoch, term = fields["epoch"], fields["term"]
-            if type(epoch) is not int or type(term) is not int or epoch < 0 or term < 0:
-                raise ValueError("not two counts")
-        except (ValueError, KeyError, TypeError) as error:
+            if type(epoch) is not int or type(term) is not int:
+                raise ValueError("not two whole numbers")
+            if not 0 <= epoch <= UINT32_MAX or not 0 <= term <= UINT32_MAX:
+                raise ValueError("out of bounds")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
         return epoch, term
 
@@ -149,45 +168,42 @@ class SwarmFiles:
             raise ConfigurationInvalid(f"the fence in {self._directory} cannot go back to ({epoch}, {term})")
         self._write(_FENCE, json.dumps({"epoch": epoch, "term": term}).encode())
 
+    def load_plan(self) -> bytes | None:
+        """The signed plan saved last, or None. What is in it is checked by whoever uses it."""
+        return self._read(_PLAN) if (self._directory / _PLAN).exists() else None
+
+    def save_plan(self, signed_plan: bytes) -> None:
+        """Persist a plan before anybody hears of it: a revision is never used for two plans."""
+        self._write(_PLAN, signed_plan)
+
     def next_generation(self) -> int:
         """A number for the next engine, higher than any before on this home."""
-        try:
-            generation = int(self._read(_GENERATION)) + 1
-        except (ConfigurationInvalid, ValueError):
-            generation = 1
-        self._write(_GENERATION, str(generation).encode())
-        return generation
+        path = self._directory / _GENERATION
+        generation = 0
+        if path.exists():
+            text = self._read(_GENERATION)
+            if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
+                raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
+            generation = int(text)
+        self._write(_GENERATION, str(generation + 1).encode())
+        return generation + 1
 
     def _read(self, name: str) -> bytes:
         path = self._directory / name
         try:
             with path.open("rb") as file:
-                return file.read(_FILE_BYTES_MAX)
+                data = file.read(SIGNED_SIZE_MAX + 1)
         except OSError as error:
             raise ConfigurationInvalid(f"{path} cannot be read: {error.strerror or error}") from error
+        if len(data) > SIGNED_SIZE_MAX:
+            raise ConfigurationInvalid(f"{path} is damaged: it is larger than {SIGNED_SIZE_MAX} bytes")
+        return data
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write, flush to the disk, put in place, and flush the directory."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / name
-        partial = path.with_name(f".{name}.partial")
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with durable_file(path) as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-            _sync_directory(self._directory)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise ConfigurationInvalid(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from kvasir_node.durable_file import durable_file
 from kvasir_node.model.gguf_format import GgufTensor, MetadataEntry, aligned, encode_header
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, tensor_size_bytes
@@ -23,9 +22,6 @@ from kvasir_proto.tensor_types import TensorType
 
 COPY_SIZE_BYTES: Final = 1 << 20
 """How much of a tensor is in memory at once."""
-
-PARTIAL_PREFIX: Final = ".partial-"
-"""How the names of files that are being written begin."""
 
 
 def lay_out(
@@ -56,21 +52,8 @@ def new_file(destination: Path) -> Iterator[BinaryIO]:
     Raises `ModelUnusable` when the file system refuses, for instance because it is full.
     """
     try:
-        handle, name = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=destination.parent)
-        partial = Path(name)
-        try:
-            with open(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(destination)
-        finally:
-            partial.unlink(missing_ok=True)
-        directory = os.open(destination.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        with durable_file(destination) as file:
+            yield file
     except OSError as error:
         raise ModelUnusable(f"{destination} cannot be written: {error.strerror or error}") from error
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvasir_node.durable_file import PARTIAL_PREFIX
 from kvasir_node.model.backbone_file import backbone_tensors, verify_backbone_file, write_backbone_file
 from kvasir_node.model.gguf_reader import read_gguf
-from kvasir_node.model.gguf_writer import PARTIAL_PREFIX, new_file
+from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
 from kvasir_node.model.reference_file import write_reference_file
 from kvasir_proto.errors import ModelUnusable, RemoteProtocolError

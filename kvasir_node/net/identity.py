@@ -7,9 +7,7 @@ is not decided here but by the lock of the home.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from kvasir_node.durable_file import durable_file
 from kvasir_proto.errors import ConfigurationInvalid
 from kvasir_proto.ids import NodeId, node_id_of
 
@@ -122,23 +121,9 @@ def _keep_private(path: Path, descriptor: int, status: os.stat_result) -> None:
 def _create(path: Path, key: Ed25519PrivateKey) -> None:
     """Write the key so that `path` is complete from the moment it exists, and lasts through a power cut."""
     data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            with contextlib.suppress(FileExistsError):
-                # A link, not a rename: if another process was first, its key stays.
-                path.hardlink_to(unfinished)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        # If another process was first, its key stays.
+        with durable_file(path, keep_existing=True) as file:
+            file.write(data)
     except OSError as error:
         raise ConfigurationInvalid(f"cannot write the identity {path}: {error.strerror}") from error

@@ -1,0 +1,46 @@
+"""Files that are either whole or not there, also after a power cut.
+
+Written under a temporary name in the same directory, flushed, put in place in one step, and the directory
+flushed too: a fence that could be forgotten or a half-written model would be worse than none. What an
+unwritable disk means for the user is for the callers to say: everything here raises `OSError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+PARTIAL_PREFIX: Final = ".partial-"
+"""How the names of files that are being written begin."""
+
+
+@contextlib.contextmanager
+def durable_file(destination: Path, *, keep_existing: bool = False) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `destination` when the block ends well, and is gone otherwise.
+
+    Readable by this user only. With `keep_existing` a file that has the name by then stays as it is: of two
+    writers at once the first wins, otherwise the last. Raises `OSError`.
+    """
+    handle, name = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=destination.parent)
+    partial = Path(name)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_existing:
+            with contextlib.suppress(FileExistsError):
+                destination.hardlink_to(partial)
+        else:
+            partial.replace(destination)
+    finally:
+        partial.unlink(missing_ok=True)
+    directory = os.open(destination.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
