@@ -77,6 +77,16 @@ class _FrameBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
 
 
+class _Indices:
+    """An array of I32 and its address, which numpy takes a microsecond to tell."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, values: PairIndices) -> None:
+        self.values = values
+        self.address: int = values.ctypes.data
+
+
 @dataclass(slots=True)
 class _Place:
     """A holder in the table, at the index that the expert tables name."""
@@ -109,7 +119,7 @@ class Dispatcher:
         self._epoch = 0
         self._term = 0
         self._places: list[_Place | None] = []
-        self._tables: dict[int, npt.NDArray[np.int32]] = {}
+        self._tables: dict[int, _Indices] = {}
         self._poll = select.poll()
         self._index_of_descriptor: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -125,8 +135,8 @@ class Dispatcher:
         self._bytes_received = 0
         self._holders_lost = 0
         self._rows_by_holder: Counter[NodeId] = Counter()
-        self._pairs = _NO_PAIRS
-        self._pairs_address = 0
+        self._pairs = _Indices(_NO_PAIRS)
+        self._counts = _Indices(_NO_PAIRS)
         self._filled = 0
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
 
@@ -202,7 +212,8 @@ class Dispatcher:
         self._call = call
         self._filled = 0
         n_pairs = call.n_tokens * call.n_slots
-        self._reserve_pairs(n_pairs)
+        if len(self._pairs.values) < n_pairs:
+            self._pairs = _Indices(np.zeros(n_pairs, dtype=np.int32))
         try:
             self._assign(call.ids_address, n_pairs, None)
             while self._filled < n_pairs:
@@ -243,55 +254,49 @@ class Dispatcher:
             for index, place in enumerate(self._places)
             if place is not None and isinstance(place.holder, RemoteHolder)
         }
-        self._counts = np.zeros(max(1, len(self._places)), dtype=np.int32)
+        self._counts = _Indices(np.zeros(max(1, len(self._places)), dtype=np.int32))
 
-    def _table(self, layer: int) -> npt.NDArray[np.int32]:
+    def _table(self, layer: int) -> _Indices:
         """The place that each expert's rows go to, shape [n_expert]; -1 where nobody is left."""
         table = self._tables.get(layer)
         if table is None:
-            table = np.full(self._manifest.n_expert, _NOBODY, dtype=np.int32)
+            values = np.full(self._manifest.n_expert, _NOBODY, dtype=np.int32)
             for primaries_only in (False, True):
                 for index, place in enumerate(self._places):
                     if place is not None:
                         held = place.primary if primaries_only else place.shard
-                        table[list(held.experts_of(layer))] = index
-            self._tables[layer] = table
+                        values[list(held.experts_of(layer))] = index
+            table = self._tables[layer] = _Indices(values)
         return table
-
-    def _reserve_pairs(self, n_pairs: int) -> None:
-        if len(self._pairs) < n_pairs:
-            self._pairs = np.zeros(n_pairs, dtype=np.int32)
-            self._pairs_address = self._pairs.ctypes.data
 
     def _assign(self, ids_address: int, n_pairs: int, subset: PairIndices | None) -> None:
         """Send pairs to their holders: all of the call, or the ``subset`` whose ids lie at the address."""
-        call = self._call
-        table = self._table(call.layer)
-        grouped = self._pairs if subset is None else np.zeros(n_pairs, dtype=np.int32)
+        table = self._table(self._call.layer)
+        grouped = self._pairs if subset is None else _Indices(np.zeros(n_pairs, dtype=np.int32))
         status = self._native.partition(
             ids_address,
             n_pairs,
-            table.ctypes.data,
-            len(table),
+            table.address,
+            self._manifest.n_expert,
             len(self._places),
-            grouped.ctypes.data,
-            self._counts.ctypes.data,
+            grouped.address,
+            self._counts.address,
         )
         if status != 0:
-            raise self._unassignable(table)
+            raise self._unassignable(table.values)
         if subset is not None:
-            grouped = subset[grouped]
+            grouped = _Indices(subset[grouped.values])
         start = 0
         local: list[tuple[LocalHolder, _FrameBuffer, PairIndices, int]] = []
         sending: list[int] = []
-        for index, count in enumerate(self._counts.tolist()):
+        for index, count in enumerate(self._counts.values.tolist()):
             if count == 0:
                 continue
             place = self._places[index]
             assert place is not None
-            pairs = grouped[start : start + count]
+            pairs = grouped.values[start : start + count]
+            frame, n_rows = self._pack(place, grouped.address + 4 * start, count)
             start += count
-            frame, n_rows = self._pack(place, pairs)
             if isinstance(place.holder, LocalHolder):
                 local.append((place.holder, frame, pairs, n_rows))
             else:
@@ -316,10 +321,9 @@ class Dispatcher:
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
         return NoHolderLeft(f"no holder is left for layer {call.layer}, experts {shown}{more}")
 
-    def _pack(self, place: _Place, pairs: PairIndices) -> tuple[_FrameBuffer, int]:
-        """Lay out a dispatch payload for ``pairs`` behind room for its header; return it and n_rows."""
+    def _pack(self, place: _Place, pairs_address: int, n_pairs: int) -> tuple[_FrameBuffer, int]:
+        """Lay out a dispatch payload for these pairs behind room for its header; return it and n_rows."""
         call = self._call
-        n_pairs = len(pairs)
         size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(n_pairs, n_pairs, call.n_embd_in)
         frame = place.frame
         busy = isinstance(place.holder, RemoteHolder) and bool(place.holder.outstanding)
@@ -333,7 +337,7 @@ class Dispatcher:
             call.n_slots,
             self._programs[call.program_index].input_per_slot,
             call.ids_address,
-            pairs.ctypes.data,
+            pairs_address,
             n_pairs,
             rows_of_pairs,
             rows_of_pairs + 4 * n_pairs,

@@ -27,6 +27,13 @@ PairIndices = npt.NDArray[np.int32]
 _SLICE_BYTES: Final = 256 * 1024
 """Bytes handed to one TLS write: large enough to be cheap, small enough to notice other connections."""
 
+_PATIENCE_S: Final = 0.001
+"""Longest wait for the rest of a record whose beginning is here; then other connections get their turn.
+
+A reply is several records. Waiting inside ``ssl`` for the next one, microseconds behind, is cheaper than an
+exception and another poll.
+"""
+
 REPLY_FLOOR_NS: Final = 2_000_000_000
 """The constant part of a reply's deadline, for loopback; the rest grows with the predicted compute."""
 
@@ -82,12 +89,13 @@ class RemoteHolder:
     _header: ReplyHeader | None = None
 
     def __post_init__(self) -> None:
-        self.connection.setblocking(False)
+        self.connection.settimeout(_PATIENCE_S)
 
     def deadline_for(self, n_pairs: int, now_ns: int) -> int:
         """When a reply for ``n_pairs`` is late: RTT + 4 x predicted compute + floor, behind what waits."""
-        queued = sum(len(request.pairs) for request in self.outstanding)
-        predicted = int((queued + n_pairs) * self.rate.pair_ns)
+        for request in self.outstanding:
+            n_pairs += len(request.pairs)
+        predicted = int(n_pairs * self.rate.pair_ns)
         return now_ns + self.rtt_ns + _COMPUTE_MARGIN * predicted + REPLY_FLOOR_NS
 
     def submit(self, request: Request) -> None:
@@ -111,7 +119,7 @@ class RemoteHolder:
             while len(request.unsent):
                 try:
                     sent = self.connection.send(request.unsent[:_SLICE_BYTES])
-                except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                except (ssl.SSLWantWriteError, ssl.SSLWantReadError, TimeoutError):
                     return
                 request.unsent = request.unsent[sent:]
             self._sending.popleft()
@@ -135,7 +143,7 @@ class RemoteHolder:
             self._reserve(end)
             try:
                 count = self.connection.recv_into(memoryview(self._incoming)[self._received : end])
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError):
                 return None
             if count == 0:
                 raise ConnectionResetError("the worker closed the connection")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ssl
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +32,9 @@ IDLE_TICK_S: Final = 30.0
 FRAME_TIMEOUT_S: Final = 120.0
 """Longest time for one frame to arrive whole, however slowly its bytes trickle."""
 
+BUFFER_BYTES: Final = 64 * 1024
+"""What a connection's buffers start with. They grow with what arrives, not with what a header announces."""
+
 _CODE_OF_ERROR: Final = {code.name.lower(): code for code in ReplyCode}
 
 
@@ -50,7 +53,7 @@ class BackboneConnection:
 
     def __init__(
         self,
-        connection: ssl.SSLSocket,
+        connection: socket.socket,
         kernel: ExpertKernel,
         kernel_lock: threading.Lock,
         check_opening: Callable[[Opening], None],
@@ -63,13 +66,15 @@ class BackboneConnection:
         self._check_opening = check_opening
         self._current_fence = current_fence
         self._counters = counters
-        self._incoming = bytearray(64 * 1024)
+        self._incoming = bytearray(BUFFER_BYTES)
+        self._incoming_address = _address_of(self._incoming)
         self._received = 0
         self._header: dispatch.Header | None = None
-        self._outgoing = bytearray(64 * 1024)
+        self._outgoing = bytearray(BUFFER_BYTES)
         self._outgoing_address = _address_of(self._outgoing)
         self._authority: tuple[int, int] | None = None
         self._programs: dict[int, int] = {}
+        self._widths: dict[tuple[int, int], tuple[int, int]] = {}
 
     def serve(self, stop: threading.Event) -> str:
         """Answer frames until the end; return why it ended, in a few words."""
@@ -82,7 +87,7 @@ class BackboneConnection:
                 self._answer(size, time.monotonic_ns())
                 self._forget(size)
         except RemoteProtocolError as error:
-            self._refuse(0, error)
+            self._refuse(dispatch.request_id_of(self._incoming), error)
             return f"{error.code}: {error}"
         except OSError as error:
             return str(error) or type(error).__name__
@@ -101,9 +106,10 @@ class BackboneConnection:
                 if header_seen:
                     return wanted
                 wanted += self._announced_payload_bytes()
-                self._reserve(wanted)
                 header_seen = True
                 continue
+            if self._received == len(self._incoming):
+                self._grow(wanted)
             try:
                 count = self._connection.recv_into(memoryview(self._incoming)[self._received :])
             except TimeoutError:
@@ -124,15 +130,16 @@ class BackboneConnection:
     def _announced_payload_bytes(self) -> int:
         self._header = dispatch.parse_header(self._incoming)
         if isinstance(self._header, DispatchHeader) and self._authority is None:
-            # Nothing large is prepared for a backbone that has not proved its term yet.
+            # Nothing large is received from a backbone that has not proved its term yet.
             raise RemoteProtocolError("a dispatch before OPEN", code="not_open")
         return self._header.payload_bytes
 
-    def _reserve(self, size_bytes: int) -> None:
-        if size_bytes > len(self._incoming):
-            grown = bytearray(size_bytes)
-            grown[: self._received] = memoryview(self._incoming)[: self._received]
-            self._incoming = grown
+    def _grow(self, size_bytes_max: int) -> None:
+        """Make room for more of a frame of that size: at most as much again as has arrived."""
+        grown = bytearray(min(size_bytes_max, 2 * len(self._incoming)))
+        grown[: self._received] = self._incoming
+        self._incoming = grown
+        self._incoming_address = _address_of(grown)
 
     def _forget(self, size: int) -> None:
         """Drop the answered frame; what a backbone sent behind it moves to the front."""
@@ -158,8 +165,6 @@ class BackboneConnection:
             self._send_rows(header.request_id, received_ns, 0, 0, 0, bytes(32))
         except RemoteProtocolError as error:
             self._refuse(header.request_id, error)
-            if error.code in ("malformed", "oversized"):
-                raise ConnectionAbortedError(f"{error.code}: {error}") from error
         except (KvasirError, LocalProtocolError) as error:
             self._refuse(header.request_id, RemoteProtocolError(str(error), code="kernel_failed"))
 
@@ -172,7 +177,8 @@ class BackboneConnection:
         if self._authority is None:
             raise RemoteProtocolError("a program before OPEN", code="not_open")
         program = decode_program(payload)
-        self._programs[index] = self._kernel.add_program(program)
+        with self._kernel_lock:
+            self._programs[index] = self._kernel.add_program(program)
 
     def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
         """Check a dispatch, run the kernel, send the rows. Raises `RemoteProtocolError` with a reply code."""
@@ -183,15 +189,17 @@ class BackboneConnection:
         program = self._programs.get(header.program)
         if program is None:
             raise RemoteProtocolError(f"program {header.program} was never sent", code="unknown_program")
-        n_embd_in, n_embd_out = self._kernel.row_widths(header.layer, program)
+        n_embd_in, n_embd_out = self._row_widths(header.layer, program)
         if header.payload_bytes != dispatch.dispatch_payload_bytes(header.n_rows, header.n_pairs, n_embd_in):
             raise RemoteProtocolError(
                 f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}",
                 code="shape_invalid",
             )
         payload_bytes = 4 * header.n_pairs * n_embd_out
+        if payload_bytes > dispatch.PAYLOAD_BYTES_MAX:
+            raise RemoteProtocolError(f"a reply of {payload_bytes} bytes", code="oversized")
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
-        address = self._incoming_address() + dispatch.HEADER_BYTES
+        address = self._incoming_address + dispatch.HEADER_BYTES
         with self._kernel_lock:
             started_ns = time.monotonic_ns()
             self._kernel.compute(
@@ -214,6 +222,14 @@ class BackboneConnection:
         self._counters.rows += header.n_pairs
         self._counters.compute_ns += compute_ns
         self._send_rows(header.request_id, received_ns, compute_ns, header.n_pairs, payload_bytes, digest)
+
+    def _row_widths(self, layer: int, program: int) -> tuple[int, int]:
+        """As the kernel says; asked once. Bounded by what the kernel accepts, not by what a backbone asks."""
+        widths = self._widths.get((layer, program))
+        if widths is None:
+            with self._kernel_lock:
+                widths = self._widths[layer, program] = self._kernel.row_widths(layer, program)
+        return widths
 
     def _send_rows(
         self,
@@ -248,9 +264,6 @@ class BackboneConnection:
         if size_bytes > len(self._outgoing):
             self._outgoing = bytearray(size_bytes)
             self._outgoing_address = _address_of(self._outgoing)
-
-    def _incoming_address(self) -> int:
-        return _address_of(self._incoming)
 
 
 def _address_of(buffer: bytearray) -> int:
