@@ -1,0 +1,186 @@
+"""The benchmark: one process beside a swarm of one worker and a swarm of two, in interleaved rounds.
+
+Decides how the comparison is made: all engines stay alive, one ggml thread a process, mutual TLS and
+deadlines as in service, every logit compared in every round. It prints nothing; the arithmetic of the figures
+is in `rounds`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import trio
+
+from kvasir_node.bench.rounds import MODES, ONE_WORKER, REFERENCE, TWO_WORKERS, Round, Sample, order_of
+from kvasir_node.local_swarm import (
+    RunSettings,
+    evaluate_logits,
+    start_local_swarm,
+    start_reference,
+)
+from kvasir_node.measure.statistics import largest_delta
+from kvasir_node.model.store import StoredModel
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.supervisor import Engine
+
+ROUNDS_MIN: Final = 3
+"""Rounds that are run however long they take: fewer give no median."""
+
+_WARM_UP_TOKENS: Final = 8
+_SEED: Final = 20_261_129
+_WORKERS_OF_MODE: Final = {ONE_WORKER: 1, TWO_WORKERS: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How much is measured. `time_limit_s` bounds the rounds, not what goes before them."""
+
+    n_rounds: int = 9
+    n_decode: int = 48
+    n_prefill: int = 256
+    time_limit_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """What was measured; `backbone_rss_bytes` is the backbone with one worker, after its rounds."""
+
+    rounds: tuple[Round, ...]
+    n_moe_layer: int
+    max_abs_delta: float
+    rows_retried: int
+    backbone_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """The engines of one mode, the one that is spoken to first."""
+
+    backbone: Engine
+    workers: tuple[Engine, ...] = ()
+
+
+async def run_side_by_side(
+    model: StoredModel, settings: BenchSettings, directory: Path, say: Callable[[str], None]
+) -> BenchRun:
+    """Start every engine, run the rounds, end the engines. ``directory`` is private to this user.
+
+    Needs about three times the model's size of memory. Raises what an engine reports.
+    """
+    n_ctx = max(settings.n_prefill, settings.n_decode)
+    run_settings = RunSettings(n_ctx=n_ctx, n_ubatch=min(n_ctx, 512), n_threads=1)
+    async with open_unwrapping_nursery() as nursery:
+        say("starting the single process")
+        reference, trunk = await start_reference(nursery, model, run_settings, directory)
+        modes = {REFERENCE: _Mode(reference)}
+        for mode, n_workers in _WORKERS_OF_MODE.items():
+            say(f"starting a swarm of {mode}")
+            swarm = await start_local_swarm(
+                nursery, model, run_settings, directory, n_workers=n_workers, holders=1
+            )
+            modes[mode] = _Mode(swarm.backbone, swarm.workers)
+        bench = _Bench(modes, settings, directory, trunk.n_vocab)
+        say("warming up")
+        await bench.warm_up()
+        rounds: list[Round] = []
+        started = time.monotonic()
+        while len(rounds) < settings.n_rounds:
+            elapsed_s = time.monotonic() - started
+            if len(rounds) >= ROUNDS_MIN and elapsed_s * (len(rounds) + 1) > settings.time_limit_s * len(
+                rounds
+            ):
+                say(f"stopping after {len(rounds)} rounds: there is no time for more")
+                break
+            rounds.append(await bench.run_round(len(rounds)))
+            say(f"round {len(rounds)} of {settings.n_rounds}: {_in_words(rounds[-1])}")
+        rss_bytes = await _counter(modes[ONE_WORKER].backbone, "resident_bytes")
+        for each in modes.values():
+            for engine in (each.backbone, *each.workers):
+                await engine.close()
+        return BenchRun(
+            rounds=tuple(rounds),
+            n_moe_layer=len(model.manifest.moe_layers),
+            max_abs_delta=bench.max_abs_delta,
+            rows_retried=bench.rows_retried,
+            backbone_rss_bytes=rss_bytes,
+        )
+
+
+class _Bench:
+    """Runs the modes on the same tokens and holds each one's logits against the reference's."""
+
+    def __init__(
+        self, modes: Mapping[str, _Mode], settings: BenchSettings, directory: Path, n_vocab: int
+    ) -> None:
+        self._modes = modes
+        self._settings = settings
+        self._directory = directory
+        draws = np.random.Generator(np.random.PCG64(_SEED))
+        n_tokens = settings.n_prefill + settings.n_decode
+        self._tokens = tuple(draws.integers(0, n_vocab, n_tokens).tolist())
+        self.max_abs_delta = 0.0
+        self.rows_retried = 0
+
+    async def warm_up(self) -> None:
+        """One prompt and a few tokens in every mode: programs are sent, buffers grown, pages touched."""
+        for mode in MODES:
+            await self._evaluate(mode, "prefill", (self._settings.n_prefill,))
+            await self._evaluate(mode, "decode", (1,) * min(_WARM_UP_TOKENS, self._settings.n_decode))
+
+    async def run_round(self, index: int) -> Round:
+        """One sample of every mode, in this round's order."""
+        samples = {mode: await self._sample(mode) for mode in order_of(MODES, index)}
+        for mode in _WORKERS_OF_MODE:
+            for part in ("prefill", "decode"):
+                delta = await trio.to_thread.run_sync(
+                    largest_delta, self._logits_path(REFERENCE, part), self._logits_path(mode, part)
+                )
+                self.max_abs_delta = max(self.max_abs_delta, delta)
+        return samples
+
+    async def _sample(self, mode: str) -> Sample:
+        prefill_ns = await self._evaluate(mode, "prefill", (self._settings.n_prefill,))
+        before = await self._cpu_ns(mode)
+        decode_ns = await self._evaluate(mode, "decode", (1,) * self._settings.n_decode)
+        after = await self._cpu_ns(mode)
+        return Sample(
+            decode_ns=decode_ns,
+            prefill_ns=prefill_ns[0],
+            n_prefill=self._settings.n_prefill,
+            backbone_cpu_ns=after[0] - before[0],
+            workers_cpu_ns=after[1] - before[1],
+        )
+
+    async def _evaluate(self, mode: str, part: str, chunk_sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Run tokens from an empty context and keep their logits in a file; the nanoseconds of each chunk."""
+        first = 0 if part == "prefill" else self._settings.n_prefill
+        tokens = self._tokens[first : first + sum(chunk_sizes)]
+        path = self._logits_path(mode, part)
+        evaluated = await evaluate_logits(self._modes[mode].backbone, tokens, chunk_sizes, path)
+        self.rows_retried += evaluated.rows_retried
+        return evaluated.chunk_ns
+
+    async def _cpu_ns(self, mode: str) -> tuple[int, int]:
+        """CPU time so far, in nanoseconds: (backbone, all workers)."""
+        engines = self._modes[mode]
+        workers = [await _counter(worker, "cpu_ns") for worker in engines.workers]
+        return await _counter(engines.backbone, "cpu_ns"), sum(workers)
+
+    def _logits_path(self, mode: str, part: str) -> Path:
+        return self._directory / f"{mode.replace(' ', '-')}-{part}.npy"
+
+
+async def _counter(engine: Engine, name: str) -> int:
+    """One of an engine's counters."""
+    return int(json.loads(await engine.statistics_json())[name])
+
+
+def _in_words(samples: Round) -> str:
+    """A round for somebody who watches: milliseconds a token in each mode."""
+    return ", ".join(f"{mode} {samples[mode].token_ns / 1e6:.2f} ms" for mode in MODES) + " a token"

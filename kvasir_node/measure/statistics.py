@@ -1,0 +1,177 @@
+"""How far apart the logits of two runs are, in the statistics of llama-perplexity's ``--kl-divergence``.
+
+Logits are read from .npy files in slices, so memory stays bounded for any number of positions; all sums are
+float64. "Base" is the reference, as llama-perplexity calls it. The module judges nothing and runs no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_proto.errors import EngineFailed
+
+Logits = npt.NDArray[np.float32]
+"""[positions, vocabulary]."""
+
+BORDERLINE_MARGIN: Final = 1e-4
+"""Base logits closer than this at the top: which token comes first says little there."""
+
+_SLICE_VALUES_MAX: Final = 1 << 20
+"""Logits that are compared at a time; each takes some 50 bytes on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsComparison:
+    """The statistics of one comparison. Those of the next token need two positions; None with fewer.
+
+    A KLD is in nats a position; `delta_p` is the change of the probability of the token that follows, as a
+    fraction of one (llama-perplexity prints per cent).
+    """
+
+    positions: int
+    max_abs_delta: float
+    rms_delta: float
+    first_difference: int | None
+    top1_agreement: float
+    borderline_positions: int
+    mean_kld: float
+    maximum_kld: float
+    kld_99: float
+    median_kld: float
+    minimum_kld: float
+    mean_ln_ppl_ratio: float | None
+    mean_delta_p: float | None
+    rms_delta_p: float | None
+
+
+@dataclass(slots=True)
+class _Collected:
+    """Per-position results of the slices so far."""
+
+    max_abs_delta: list[npt.NDArray[np.float64]]
+    square_sum: list[npt.NDArray[np.float64]]
+    same_top: list[npt.NDArray[np.bool_]]
+    borderline: list[npt.NDArray[np.bool_]]
+    kld: list[npt.NDArray[np.float64]]
+    base_log_p: list[npt.NDArray[np.float64]]
+    run_log_p: list[npt.NDArray[np.float64]]
+
+
+def open_logits(path: Path) -> Logits:
+    """The logits in a .npy file, mapped rather than read. Raises `EngineFailed` for anything else."""
+    try:
+        logits = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise EngineFailed(f"{path.name} does not hold logits: {error}") from error
+    if logits.dtype != np.float32 or logits.ndim != 2 or 0 in logits.shape:
+        raise EngineFailed(f"{path.name} does not hold logits: {logits.dtype} of shape {logits.shape}")
+    result: Logits = logits
+    return result
+
+
+def largest_delta(base_path: Path, run_path: Path) -> float:
+    """The largest absolute difference between two files of logits. Raises as `compare_logits`."""
+    base, run = _pair(open_logits(base_path), open_logits(run_path))
+    return max(float(np.max(_deltas(base[rows], run[rows], rows))) for rows in _slices(base))
+
+
+def compare_logits(base: Logits, run: Logits, token_ids: Sequence[int]) -> LogitsComparison:
+    """Compare `run` with `base`, position by position; `token_ids` are the tokens that were fed.
+
+    Raises `EngineFailed` when the shapes differ, or when a logit is a NaN or an infinity that the other run
+    does not have in the same place.
+    """
+    base, run = _pair(base, run)
+    positions, n_vocab = base.shape
+    following = np.asarray(token_ids[1:], dtype=np.int64)
+    collected = _Collected([], [], [], [], [], [], [])
+    for rows in _slices(base):
+        deltas = _deltas(base[rows], run[rows], rows)
+        base_log = _log_softmax(base[rows])
+        run_log = _log_softmax(run[rows])
+        collected.max_abs_delta.append(np.max(deltas, axis=1))
+        collected.square_sum.append(np.sum(deltas * deltas, axis=1))
+        collected.same_top.append(np.argmax(base[rows], axis=1) == np.argmax(run[rows], axis=1))
+        collected.borderline.append(_margins(base[rows]) < BORDERLINE_MARGIN)
+        collected.kld.append(_kullback_leibler(base_log, run_log))
+        next_tokens = following[rows]
+        index = (np.arange(len(next_tokens)), next_tokens)
+        collected.base_log_p.append(base_log[index])
+        collected.run_log_p.append(run_log[index])
+    largest = np.concatenate(collected.max_abs_delta)
+    kld = np.concatenate(collected.kld)
+    different = np.flatnonzero(largest)
+    base_log_p, run_log_p = np.concatenate(collected.base_log_p), np.concatenate(collected.run_log_p)
+    delta_p = np.exp(run_log_p) - np.exp(base_log_p)
+    has_next = len(delta_p) > 0
+    return LogitsComparison(
+        positions=positions,
+        max_abs_delta=float(np.max(largest)),
+        rms_delta=float(np.sqrt(np.sum(np.concatenate(collected.square_sum)) / (positions * n_vocab))),
+        first_difference=int(different[0]) if len(different) else None,
+        top1_agreement=float(np.mean(np.concatenate(collected.same_top))),
+        borderline_positions=int(np.sum(np.concatenate(collected.borderline))),
+        mean_kld=float(np.mean(kld)),
+        maximum_kld=float(np.max(kld)),
+        kld_99=float(np.quantile(kld, 0.99)),
+        median_kld=float(np.median(kld)),
+        minimum_kld=float(np.min(kld)),
+        mean_ln_ppl_ratio=float(np.mean(base_log_p - run_log_p)) if has_next else None,
+        mean_delta_p=float(np.mean(delta_p)) if has_next else None,
+        rms_delta_p=float(np.sqrt(np.mean(delta_p * delta_p))) if has_next else None,
+    )
+
+
+def _pair(base: Logits, run: Logits) -> tuple[Logits, Logits]:
+    if base.shape != run.shape:
+        raise EngineFailed(f"logits of shapes {base.shape} and {run.shape} cannot be compared")
+    return base, run
+
+
+def _slices(logits: Logits) -> Iterator[slice]:
+    positions, n_vocab = logits.shape
+    step = max(1, _SLICE_VALUES_MAX // n_vocab)
+    for begin in range(0, positions, step):
+        yield slice(begin, min(positions, begin + step))
+
+
+def _deltas(base: Logits, run: Logits, rows: slice) -> npt.NDArray[np.float64]:
+    """Absolute differences. Minus infinity is a logit that a model may mask a token with, if both runs do."""
+    finite = np.isfinite(base) & np.isfinite(run)
+    masked = np.isneginf(base) & np.isneginf(run)
+    unusable = np.flatnonzero(~np.all(finite | masked, axis=1))
+    if len(unusable):
+        raise EngineFailed(f"the logits of position {rows.start + int(unusable[0])} are not finite")
+    deltas = np.zeros(base.shape, dtype=np.float64)
+    np.subtract(base, run, out=deltas, where=finite, dtype=np.float64)
+    return np.abs(deltas)
+
+
+def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - np.max(logits, axis=1, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=1, keepdims=True))
+
+
+def _kullback_leibler(
+    base_log: npt.NDArray[np.float64], run_log: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """sum p_base (ln p_base - ln p_run) of each row; a token that both runs mask adds nothing."""
+    possible = np.isfinite(base_log)
+    difference = np.subtract(base_log, run_log, out=np.zeros_like(base_log), where=possible)
+    result: npt.NDArray[np.float64] = np.sum(np.exp(base_log) * difference, axis=1)
+    return result
+
+
+def _margins(logits: Logits) -> npt.NDArray[np.float64]:
+    """How far the first token is ahead of the second; infinite where there is one token only."""
+    if logits.shape[1] < 2:
+        return np.full(len(logits), np.inf)
+    top = np.partition(logits, -2, axis=1)[:, -2:].astype(np.float64)
+    result: npt.NDArray[np.float64] = top[:, 1] - top[:, 0]
+    return result
