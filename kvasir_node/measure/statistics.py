@@ -155,7 +155,8 @@ def _deltas(base: Logits, run: Logits, rows: slice) -> npt.NDArray[np.float64]:
 
 def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     shifted = logits.astype(np.float64) - np.max(logits, axis=1, keepdims=True)
-    return shifted - np.log(np.sum(np.exp(shifted), axis=1, keepdims=True))
+    result: npt.NDArray[np.float64] = shifted - np.log(np.sum(np.exp(shifted), axis=1, keepdims=True))
+    return result
 
 
 def _kullback_leibler(
