@@ -73,7 +73,7 @@ class Sampler:
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> int:
         """The token for ``position``, given its logits of shape [n_vocab]. Lowest id wins a greedy tie.
 
-        Raises `EngineFailed` for logits that make no distribution: a NaN would otherwise win every comparison.
+        Raises `EngineFailed` for logits that make no distribution: a NaN would win every comparison.
         """
         if not np.isfinite(logits.max()):
             raise EngineFailed(f"the logits of position {position} are not finite")

@@ -1,7 +1,8 @@
 """One backbone's connection to a worker: frames in, rows or a coded refusal out, and on to the next.
 
-A refusal never ends the connection while frames can still be told apart; when they cannot (malformed or
-oversized), the connection is closed after the refusal and the worker goes on serving others. The worker
+A refusal never ends the connection while frames can still be told apart; when they cannot (a header that is
+malformed or oversized), the connection is closed after the refusal and the worker goes on serving others. A
+dispatch is judged by its header, so that the payload of one that will be refused takes no memory. The worker
 takes ids and rows and computes; nothing here chooses an expert, and every number from the network is
 bounded before it is used.
 """
@@ -69,7 +70,10 @@ class BackboneConnection:
         self._incoming = bytearray(BUFFER_BYTES)
         self._incoming_address = _address_of(self._incoming)
         self._received = 0
-        self._header: dispatch.Header | None = None
+        self._header: DispatchHeader | PlainHeader | None = None
+        self._refusal: RemoteProtocolError | None = None
+        self._program = 0
+        self._width_out = 0
         self._outgoing = bytearray(BUFFER_BYTES)
         self._outgoing_address = _address_of(self._outgoing)
         self._authority: tuple[int, int] | None = None
@@ -93,10 +97,10 @@ class BackboneConnection:
             return str(error) or type(error).__name__
 
     def _receive_frame(self, stop: threading.Event) -> int:
-        """Wait for one whole frame at the start of the buffer; its size, or 0 at a clean end.
+        """Wait for one whole frame at the start of the buffer; its size there, or 0 at a clean end.
 
-        Raises `RemoteProtocolError` when its header is unacceptable, `OSError` when the stream breaks off or
-        dawdles inside a frame.
+        Of a frame that is refused by its header the payload is not kept. Raises `RemoteProtocolError` when its
+        header is unacceptable, `OSError` when the stream breaks off or dawdles inside a frame.
         """
         wanted = dispatch.HEADER_BYTES
         header_seen = False
@@ -108,7 +112,10 @@ class BackboneConnection:
                 wanted += self._announced_payload_bytes()
                 header_seen = True
                 continue
-            if self._received == len(self._incoming):
+            if header_seen and self._refusal is not None:
+                wanted -= self._received - dispatch.HEADER_BYTES
+                self._received = dispatch.HEADER_BYTES
+            elif self._received == len(self._incoming):
                 self._grow(wanted)
             try:
                 count = self._connection.recv_into(memoryview(self._incoming)[self._received :])
@@ -128,11 +135,19 @@ class BackboneConnection:
             self._received += count
 
     def _announced_payload_bytes(self) -> int:
-        self._header = dispatch.parse_header(self._incoming)
-        if isinstance(self._header, DispatchHeader) and self._authority is None:
-            # Nothing large is received from a backbone that has not proved its term yet.
-            raise RemoteProtocolError("a dispatch before OPEN", code="not_open")
-        return self._header.payload_bytes
+        header = dispatch.parse_header(self._incoming)
+        self._refusal = None
+        if isinstance(header, DispatchHeader):
+            try:
+                self._check_dispatch(header)
+            except RemoteProtocolError as error:
+                self._refusal = error
+            except (KvasirError, LocalProtocolError) as error:
+                self._refusal = RemoteProtocolError(str(error), code="kernel_failed")
+        elif not isinstance(header, PlainHeader):
+            raise RemoteProtocolError("a backbone does not send replies", code="malformed")
+        self._header = header
+        return header.payload_bytes
 
     def _grow(self, size_bytes_max: int) -> None:
         """Make room for more of a frame of that size: at most as much again as has arrived."""
@@ -153,10 +168,10 @@ class BackboneConnection:
         assert header is not None
         try:
             if isinstance(header, DispatchHeader):
+                if self._refusal is not None:
+                    raise self._refusal
                 self._compute(header, size, received_ns)
                 return
-            if not isinstance(header, PlainHeader):
-                raise RemoteProtocolError("a backbone does not send replies", code="malformed")
             payload = bytes(memoryview(self._incoming)[dispatch.HEADER_BYTES : size])
             if header.kind is FrameKind.OPEN:
                 self._open(payload)
@@ -180,8 +195,10 @@ class BackboneConnection:
         with self._kernel_lock:
             self._programs[index] = self._kernel.add_program(program)
 
-    def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
-        """Check a dispatch, run the kernel, send the rows. Raises `RemoteProtocolError` with a reply code."""
+    def _check_dispatch(self, header: DispatchHeader) -> None:
+        """Judge a dispatch before its payload. Raises `RemoteProtocolError` with a reply code."""
+        if self._authority is None:
+            raise RemoteProtocolError("a dispatch before OPEN", code="not_open")
         if (header.epoch, header.term) != self._authority or self._authority < self._current_fence():
             raise RemoteProtocolError(
                 f"({header.epoch}, {header.term}) is not the term in force", code="stale_term"
@@ -195,16 +212,20 @@ class BackboneConnection:
                 f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}",
                 code="shape_invalid",
             )
-        payload_bytes = 4 * header.n_pairs * n_embd_out
-        if payload_bytes > dispatch.PAYLOAD_BYTES_MAX:
-            raise RemoteProtocolError(f"a reply of {payload_bytes} bytes", code="oversized")
+        if 4 * header.n_pairs * n_embd_out > dispatch.PAYLOAD_BYTES_MAX:
+            raise RemoteProtocolError(f"{header.n_pairs} rows of {n_embd_out} in a reply", code="oversized")
+        self._program, self._width_out = program, n_embd_out
+
+    def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
+        """Run the kernel on a dispatch whose header is good; send the rows."""
+        payload_bytes = 4 * header.n_pairs * self._width_out
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
         address = self._incoming_address + dispatch.HEADER_BYTES
         with self._kernel_lock:
             started_ns = time.monotonic_ns()
             self._kernel.compute(
                 layer=header.layer,
-                program_index=program,
+                program_index=self._program,
                 n_rows=header.n_rows,
                 n_pairs=header.n_pairs,
                 x_address=address + 8 * header.n_pairs,
