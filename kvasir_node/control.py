@@ -2,7 +2,7 @@
 
 A Unix socket in a directory that only its owner may enter; loopback is no trust boundary, so the other end's
 user id is checked as well. One request a connection, whole messages of the local family, a deadline on every
-read. The server hands requests to an `Operator`; the client half is used by the command line.
+read and write. The server hands requests to an `Operator`; the client half is used by the command line.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from typing import Final, Protocol
 
 import trio
 
+from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.codec import decode, encode
-from kvasir_proto.errors import EngineFailed, KvasirError, NotRunning, RemoteProtocolError
+from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    EngineFailed,
+    KvasirError,
+    NotRunning,
+    ProtocolError,
+    RemoteProtocolError,
+)
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.messages.local import (
@@ -40,7 +48,12 @@ from kvasir_proto.messages.local import (
 log = get_logger()
 
 REQUEST_TIMEOUT_S: Final = 10.0
+SEND_TIMEOUT_S: Final = 60.0
+"""How long the other end may leave unread what was sent to it, in a pager for instance."""
+
 CONNECTIONS_MAX: Final = 32
+"""Connections served at one time; one more is refused at once."""
+
 _READ_BYTES: Final = 64 * 1024
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -57,7 +70,7 @@ class Operator(Protocol):
         """Run a session. Cancelled when the client goes away."""
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Write the live swarm's logits to a file."""
+        """Write the live swarm's logits to a file. Cancelled when the client goes away."""
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -72,11 +85,15 @@ class LocalConnection:
         self._ready: list[LocalMessage] = []
 
     async def send(self, message: LocalMessage) -> None:
-        """Send one message. Raises `NotRunning` when the other end is gone."""
+        """Send one message. Raises `NotRunning` when the other end is gone, or has stopped reading."""
+        data = frame(encode(message), LOCAL.size_bytes_max)
         try:
-            await self._stream.send_all(frame(encode(message), LOCAL.size_bytes_max))
+            with trio.fail_after(SEND_TIMEOUT_S):
+                await self._stream.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise NotRunning("the connection was closed") from None
+        except trio.TooSlowError:
+            raise NotRunning(f"the other end has read nothing for {SEND_TIMEOUT_S:g} s") from None
 
     async def receive(self) -> LocalMessage:
         """The next message. Raises `NotRunning` at the end, `RemoteProtocolError` for nonsense."""
@@ -106,12 +123,20 @@ class ControlServer:
         self._slots = trio.CapacityLimiter(CONNECTIONS_MAX)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. The home's lock guarantees that no other daemon uses the path."""
+        """Serve until cancelled. The home's lock guarantees that no other daemon uses the path.
+
+        Raises `ConfigurationInvalid` when the socket cannot be made there.
+        """
         listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with listener:
-            self._path.unlink(missing_ok=True)
-            await listener.bind(str(self._path))
-            self._path.chmod(0o600)
+            try:
+                self._path.unlink(missing_ok=True)
+                await listener.bind(str(self._path))
+                self._path.chmod(0o600)
+            except OSError as error:
+                raise ConfigurationInvalid(
+                    f"the control socket {self._path} cannot be made: {error.strerror or error}"
+                ) from error
             listener.listen(CONNECTIONS_MAX)
             task_status.started()
             try:
@@ -120,57 +145,79 @@ class ControlServer:
                 self._path.unlink(missing_ok=True)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+        _, user, _ = _PEER_CREDENTIALS.unpack(_credentials_of(stream.socket))
         if user not in (os.geteuid(), 0):
             log.warning("control_refused", user=user)
             await stream.aclose()
             return
-        async with stream, self._slots:
+        async with stream:
             connection = LocalConnection(stream)
             # A client that goes away needs no answer, and one that talks nonsense gets one if it can.
             with contextlib.suppress(NotRunning):
-                await self._answer(connection)
+                await self._answer_within_bounds(connection)
+
+    async def _answer_within_bounds(self, connection: LocalConnection) -> None:
+        """Answer one request; nothing that comes of it may raise here, where it would end the daemon."""
+        try:
+            self._slots.acquire_on_behalf_of_nowait(connection)
+        except trio.WouldBlock:
+            log.warning("control_refused", reason="too many connections")
+            await connection.send(Refusal("busy", f"{CONNECTIONS_MAX} requests are being answered already"))
+            return
+        try:
+            await self._answer(connection)
+        except NotRunning:
+            raise
+        except KvasirError as error:
+            await connection.send(Refusal(error.code, as_sentence(str(error))))
+        except RemoteProtocolError as error:
+            await connection.send(Refusal(error.code, as_sentence(error.reason)))
+        except ProtocolError as error:
+            await connection.send(Refusal("unacceptable", as_sentence(error.reason)))
+        except Exception as error:
+            log.exception("control_request_crashed")
+            await connection.send(Refusal("internal", as_sentence(f"{type(error).__name__}: {error}")))
+        finally:
+            self._slots.release_on_behalf_of(connection)
 
     async def _answer(self, connection: LocalConnection) -> None:
-        try:
-            with trio.move_on_after(REQUEST_TIMEOUT_S) as waiting:
-                request = await connection.receive()
-            if waiting.cancelled_caught:
-                return
-            match request:
-                case StatusRequest():
-                    await connection.send(StatusReply(await self._operator.status_document()))
-                case GenerateRequest():
-                    await self._generate(connection, request)
-                case EvaluateRequest():
-                    await connection.send(await self._operator.evaluate(request))
-                case StopRequest():
-                    await connection.send(StopReply())
-                    self._operator.stop()
-                    await connection.wait_closed()
-                case _:
-                    raise RemoteProtocolError(f"{request.kind} is not a request", "unexpected_message")
-        except (RemoteProtocolError, KvasirError) as error:
-            await connection.send(Refusal(error.code, as_sentence(str(error))))
+        with trio.move_on_after(REQUEST_TIMEOUT_S) as waiting:
+            request = await connection.receive()
+        if waiting.cancelled_caught:
+            return
+        match request:
+            case StatusRequest():
+                await connection.send(StatusReply(await self._operator.status_document()))
+            case GenerateRequest():
+                emit = connection.send
+                await self._while_connected(connection, lambda: self._operator.generate(request, emit))
+            case EvaluateRequest():
+                await self._while_connected(connection, lambda: self._operator.evaluate(request))
+            case StopRequest():
+                await connection.send(StopReply())
+                self._operator.stop()
+                await connection.wait_closed()
+            case _:
+                raise RemoteProtocolError(f"{request.kind} is not a request", "unexpected_message")
 
-    async def _generate(self, connection: LocalConnection, request: GenerateRequest) -> None:
-        async with trio.open_nursery() as nursery:
+    async def _while_connected(
+        self, connection: LocalConnection, work: Callable[[], Awaitable[LocalMessage]]
+    ) -> None:
+        """Answer with what ``work`` gives; it is cancelled when the client goes away."""
+        async with open_unwrapping_nursery() as nursery:
 
             async def cancel_when_closed() -> None:
                 await connection.wait_closed()
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(cancel_when_closed)
-            try:
-                end = await self._operator.generate(request, connection.send)
-            except NotRunning:
-                pass  # the client went away while a token was being sent
-            except KvasirError as error:
-                await connection.send(Refusal(error.code, as_sentence(str(error))))
-            else:
-                await connection.send(end)
+            await connection.send(await work())
             nursery.cancel_scope.cancel()
+
+
+def _credentials_of(connection: trio.socket.SocketType) -> bytes:
+    """The kernel's word on who is at the other end."""
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
 
 
 @contextlib.asynccontextmanager
@@ -190,18 +237,26 @@ async def request_status(path: Path) -> str:
         with trio.move_on_after(REQUEST_TIMEOUT_S):
             await connection.send(StatusRequest())
             reply = await connection.receive()
-            if isinstance(reply, StatusReply):
-                return reply.document
+            match reply:
+                case StatusReply():
+                    return reply.document
+                case Refusal():
+                    raise EngineFailed(f"the daemon gives no status: {reply.reason}")
             raise EngineFailed(f"the daemon answered {reply.kind} to a request for its status")
     raise EngineFailed(f"the daemon did not answer within {REQUEST_TIMEOUT_S:g} s")
 
 
 async def request_stop(path: Path, timeout_s: float) -> None:
-    """Ask the daemon to stop and wait until it has. Raises `NotRunning`, or `EngineFailed` when late."""
+    """Ask the daemon to stop and wait until it serves nobody any more.
+
+    Raises `NotRunning`, or `EngineFailed` when it refuses or ``timeout_s`` passes.
+    """
     async with connect_daemon(path) as connection:
         with trio.move_on_after(timeout_s):
             await connection.send(StopRequest())
-            await connection.receive()
+            reply = await connection.receive()
+            if isinstance(reply, Refusal):
+                raise EngineFailed(f"the daemon does not stop: {reply.reason}")
             await connection.wait_closed()
             return
     raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")

@@ -1,0 +1,374 @@
+"""The control socket on a real Unix socket: hostile, slow and vanishing clients cost themselves only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvasir_node import control
+from kvasir_node.control import (
+    CONNECTIONS_MAX,
+    ControlServer,
+    LocalConnection,
+    connect_daemon,
+    request_status,
+    request_stop,
+)
+from kvasir_proto.codec import encode
+from kvasir_proto.errors import ConfigurationInvalid, EngineFailed, NotReady, NotRunning
+from kvasir_proto.framing import frame
+from kvasir_proto.limits import LOCAL_FRAME_SIZE_MAX
+from kvasir_proto.messages.local import (
+    EvaluateReply,
+    EvaluateRequest,
+    GenerateEnd,
+    GenerateRequest,
+    LocalMessage,
+    Refusal,
+    StatusReply,
+    StatusRequest,
+    StopReply,
+    StopRequest,
+    TokenEvent,
+)
+
+pytestmark = pytest.mark.loopback
+
+PATIENCE_S = 20.0
+Emit = Callable[[TokenEvent], Awaitable[None]]
+
+
+def ask_for_text(n_tokens: int = 2) -> GenerateRequest:
+    return GenerateRequest("hello", (), n_tokens, 1, 0.0, 0, 1.0, 0.0)
+
+
+ENDED = GenerateEnd("length", "", "", "{}")
+
+
+class Daemon:
+    """Answers as it is told; remembers what was asked and what was cancelled."""
+
+    def __init__(self) -> None:
+        self.document = '{"state": "ready"}'
+        self.error: Exception | None = None
+        self.endless = False
+        self.started = trio.Event()
+        self.cancelled = trio.Event()
+        self.stopped = trio.Event()
+        self.piece = b"x"
+
+    async def status_document(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return self.document
+
+    async def generate(self, request: GenerateRequest, emit: Emit) -> GenerateEnd:
+        if self.error is not None:
+            raise self.error
+        try:
+            self.started.set()
+            for position in range(request.n_tokens):
+                await emit(TokenEvent(position, 7, self.piece))
+            if self.endless:
+                await trio.sleep_forever()
+        except BaseException:
+            self.cancelled.set()
+            raise
+        return ENDED
+
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        try:
+            self.started.set()
+            if self.endless:
+                await trio.sleep_forever()
+        except BaseException:
+            self.cancelled.set()
+            raise
+        return EvaluateReply(len(request.token_ids), 3, 0)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@contextlib.asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[tuple[Daemon, Path]]:
+    """A server in ``directory``; at the end it must still answer, whatever was done to it."""
+    daemon, path = Daemon(), directory / "control.sock"
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(PATIENCE_S):
+            await nursery.start(ControlServer(path, daemon).run)
+            yield daemon, path
+            daemon.error = None
+            assert await request_status(path) == daemon.document
+        nursery.cancel_scope.cancel()
+
+
+async def converse(path: Path, request: LocalMessage) -> list[LocalMessage]:
+    """Everything the daemon says to one request."""
+    heard: list[LocalMessage] = []
+    async with connect_daemon(path) as connection:
+        await connection.send(request)
+        with contextlib.suppress(NotRunning):
+            while True:
+                heard.append(await connection.receive())
+    return heard
+
+
+async def send_raw(path: Path, data: bytes) -> bytes:
+    """What comes back for these bytes until the daemon closes."""
+    stream = await trio.open_unix_socket(str(path))
+    async with stream:
+        await stream.send_all(data)
+        await stream.send_eof()
+        received = b""
+        with contextlib.suppress(trio.BrokenResourceError):
+            while part := await stream.receive_some(4096):
+                received += part
+    return received
+
+
+async def test_status_comes_as_it_is(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        assert await converse(path, StatusRequest()) == [StatusReply('{"state": "ready"}')]
+
+
+async def test_tokens_come_before_the_end(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        heard = await converse(path, ask_for_text(3))
+        assert heard == [*(TokenEvent(each, 7, b"x") for each in range(3)), ENDED]
+
+
+async def test_logits_are_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        assert await converse(path, EvaluateRequest((1, 2), (2,), "/x")) == [EvaluateReply(2, 3, 0)]
+
+
+async def test_only_the_owner_can_reach_the_socket(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_the_socket_is_gone_afterwards_and_a_stale_one_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with serving(tmp_path):
+        pass
+    assert not path.exists()
+    with pytest.raises(NotRunning, match="no daemon runs"):
+        await request_status(path)
+
+
+async def test_a_socket_that_nobody_serves_means_not_running(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+        with pytest.raises(NotRunning):
+            await request_status(path)
+
+
+async def test_a_place_where_no_socket_can_be_made_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationInvalid, match=r"control socket .* cannot be made"):
+        await ControlServer(tmp_path / "absent" / "control.sock", Daemon()).run()
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "oversize"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "oversize"),
+        ((LOCAL_FRAME_SIZE_MAX + 1).to_bytes(4, "big"), "oversize"),
+        (frame(b"nonsense", 100), "malformed"),
+        (frame(b"\xc1" * 50, 100), "malformed"),
+        (frame(b"", 100), "malformed"),
+        (frame(encode(StopReply()), 100), "unexpected_message"),
+        (frame(encode(TokenEvent(0, 1, b"")), 100), "unexpected_message"),
+    ],
+)
+async def test_nonsense_is_refused_and_costs_only_its_sender(tmp_path: Path, data: bytes, code: str) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        answer = await send_raw(path, data)
+        assert code.encode() in answer, answer
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", frame(encode(StatusRequest()), 100)[:-1]])
+async def test_half_a_request_needs_no_answer(tmp_path: Path, data: bytes) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        assert await send_raw(path, data) == b""
+
+
+async def test_a_client_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
+    async with serving(tmp_path) as (_daemon, path), connect_daemon(path) as connection:
+        await connection.wait_closed()
+
+
+async def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as (_daemon, path):
+        # The kernel says who connects, so the daemon's own idea of itself is what a test can change. A
+        # process of root's may always, so this one is given another user's credentials by name.
+        credentials = control._PEER_CREDENTIALS.pack(os.getpid(), os.geteuid() + 1, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(control, "_credentials_of", lambda _socket: credentials)
+            assert await converse(path, StatusRequest()) == []
+
+
+async def test_one_connection_too_many_is_refused_at_once_and_the_next_is_served(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        daemon.endless = True
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(CONNECTIONS_MAX):
+                connection = await stack.enter_async_context(connect_daemon(path))
+                await connection.send(ask_for_text(1))
+                assert isinstance(await connection.receive(), TokenEvent)
+            heard = await converse(path, StatusRequest())
+            assert [each.code for each in heard if isinstance(each, Refusal)] == ["busy"]
+            with pytest.raises(EngineFailed, match="32 requests are being answered"):
+                await request_status(path)
+        await daemon.cancelled.wait()
+        while True:  # each slot is free as soon as its own task has seen the end
+            with contextlib.suppress(EngineFailed):
+                await request_status(path)
+                break
+            await trio.lowlevel.checkpoint()
+
+
+async def test_a_client_that_goes_away_cancels_its_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        daemon.endless = True
+        async with connect_daemon(path) as connection:
+            await connection.send(ask_for_text())
+            await connection.receive()
+        await daemon.cancelled.wait()
+
+
+async def test_a_client_that_goes_away_cancels_its_evaluation(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        daemon.endless = True
+        async with connect_daemon(path) as connection:
+            await connection.send(EvaluateRequest((1,), (1,), "/x"))
+            await daemon.started.wait()
+        await daemon.cancelled.wait()
+
+
+async def test_a_client_that_never_reads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
+    async with serving(tmp_path) as (daemon, path):
+        daemon.piece = bytes(4096)
+        async with connect_daemon(path) as connection:
+            await connection.send(ask_for_text(100_000))
+            await daemon.cancelled.wait()
+
+
+async def test_a_client_gone_when_the_end_is_to_be_said_costs_nothing(tmp_path: Path) -> None:
+    """The end of a session and the client's own end cross: the daemon must survive the failed send."""
+    async with serving(tmp_path) as (daemon, path):
+        for _ in range(20):
+            stream = await trio.open_unix_socket(str(path))
+            await stream.send_all(frame(encode(ask_for_text(1)), LOCAL_FRAME_SIZE_MAX))
+            await stream.aclose()
+        daemon.error = NotReady("not now")
+        for _ in range(20):
+            stream = await trio.open_unix_socket(str(path))
+            await stream.send_all(frame(encode(ask_for_text(1)), LOCAL_FRAME_SIZE_MAX))
+            await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotReady("not now"), "not_ready"),
+        (EngineFailed("dead"), "engine_failed"),
+        (KeyError("x"), "internal"),
+    ],
+)
+@pytest.mark.parametrize("request_", [StatusRequest(), ask_for_text()])
+async def test_what_fails_is_refused_with_a_code_and_the_daemon_goes_on(
+    tmp_path: Path, error: Exception, code: str, request_: LocalMessage
+) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        daemon.error = error
+        heard = await converse(path, request_)
+        assert [each.code for each in heard if isinstance(each, Refusal)] == [code]
+        if code == "not_ready":
+            with pytest.raises(EngineFailed, match="not now"):
+                await request_status(path)
+
+
+async def test_a_document_too_large_to_send_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        document, daemon.document = daemon.document, '"' + "x" * (4 << 20) + '"'
+        heard = await converse(path, StatusRequest())
+        assert [each.code for each in heard if isinstance(each, Refusal)] == ["unacceptable"]
+        daemon.document = document
+
+
+async def test_stop_waits_until_the_daemon_has_ended(tmp_path: Path) -> None:
+    daemon, path = Daemon(), tmp_path / "control.sock"
+    ended = False
+    with trio.fail_after(PATIENCE_S):
+        async with trio.open_nursery() as nursery:
+
+            async def live() -> None:
+                nonlocal ended
+                async with trio.open_nursery() as inner:
+                    await inner.start(ControlServer(path, daemon).run)
+                    listening.set()
+                    await daemon.stopped.wait()
+                    for _ in range(100):
+                        await trio.lowlevel.checkpoint()  # whatever else has to end first
+                    ended = True
+                    inner.cancel_scope.cancel()
+
+            listening = trio.Event()
+            nursery.start_soon(live)
+            await listening.wait()
+            await request_stop(path, PATIENCE_S)
+            assert ended
+
+
+async def test_stop_gives_up_at_its_deadline(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        with pytest.raises(EngineFailed, match=r"did not stop within 0\.05 s"):
+            await request_stop(path, 0.05)
+        assert daemon.stopped.is_set()
+
+
+async def test_a_daemon_that_does_not_answer_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))
+        deaf.listen(1)
+        monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
+        with pytest.raises(EngineFailed, match=r"did not answer within 0\.05 s"):
+            await request_status(path)
+
+
+async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    answers = [b"", frame(encode(StopRequest()), 100)]
+
+    async def answer(stream: trio.SocketStream) -> None:
+        async with stream:
+            await LocalConnection(stream).receive()
+            await stream.send_all(answers.pop(0))
+
+    with trio.socket.socket(socket.AF_UNIX) as listener:
+        await listener.bind(str(path))
+        listener.listen(2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, answer, [trio.SocketListener(listener)])
+            with pytest.raises(NotRunning, match="closed before the answer"):
+                await request_status(path)
+            with pytest.raises(EngineFailed, match="answered stop_request"):
+                await request_status(path)
+            nursery.cancel_scope.cancel()
