@@ -20,7 +20,7 @@ from kvasir_node.model.model_manifest import build_manifest
 from kvasir_proto.errors import EngineFailed, LocalProtocolError
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import GluKind, StepOp
-from tests.model_makers import MAKERS, ModelShape, quantise
+from tests.model_makers import MAKERS, ModelShape, make_dense, quantise
 from tests.node.hooked_llama import InProcessWorkers, Llama, Rows, hooked, shards_of
 
 # Rows of 256 floats are one block of every K-quant.
@@ -339,6 +339,17 @@ def test_a_hook_in_use_cannot_be_closed(swiglu: Case, workers: InProcessWorkers)
     hook.close()
     with pytest.raises(LocalProtocolError, match="closed"):
         _ = hook.calls
+
+
+def test_a_model_without_experts_is_left_alone(tmp_path: Path) -> None:
+    path = make_dense(tmp_path / "dense.gguf", SHAPE)
+    hook = ExpertHook(_fail)
+    with Llama(path) as plain:
+        expected = plain.run([1, 2, 3, 4], (3, 1))
+    with Llama(path, hook) as llama:
+        assert np.abs(llama.run([1, 2, 3, 4], (3, 1)) - expected).max() == 0.0
+    assert hook.calls == 0
+    hook.close()
 
 
 def test_the_program_table_is_a_sequence(swiglu: Case, workers: InProcessWorkers) -> None:
