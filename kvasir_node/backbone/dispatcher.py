@@ -11,12 +11,13 @@ It refuses to know libp2p, trio, sessions and how a holder came to be connected.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +31,14 @@ from kvasir_node.native_library import NativeLibrary
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
-from kvasir_proto.errors import EngineFailed, KvasirError, NoHolderLeft, RemoteProtocolError
+from kvasir_proto.errors import (
+    EngineFailed,
+    KvasirError,
+    LocalProtocolError,
+    NoHolderLeft,
+    ProtocolError,
+    RemoteProtocolError,
+)
 from kvasir_proto.ids import NodeId
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram
@@ -96,6 +104,18 @@ class _Place:
     primary: ShardSet
     frame: _FrameBuffer | None = None
 
+    @property
+    def node_id(self) -> NodeId:
+        return self.holder.node_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A node to be taken out before the next layer call."""
+
+    node_id: NodeId
+    reason: str
+
 
 class Dispatcher:
     """Routes layer calls to holders. `__call__` in the decode thread; everything else from any thread."""
@@ -116,17 +136,15 @@ class Dispatcher:
         self._manifest = manifest
         self._programs = programs
         self._on_holder_lost = on_holder_lost
-        self._epoch = 0
-        self._term = 0
+        self._authority = (0, 0)
         self._places: list[_Place | None] = []
         self._tables: dict[int, _Indices] = {}
         self._poll = select.poll()
         self._index_of_descriptor: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._arrivals: list[_Place] = []
-        self._departures: list[tuple[NodeId, str]] = []
-        self._changed = False
+        self._changes: list[_Place | _Departure] = []
         self._aborted = False
+        self._check: Callable[[], None] | None = None
         self._request_id = 0
         self._layer_calls = 0
         self._rows_dispatched = 0
@@ -145,21 +163,32 @@ class Dispatcher:
     def add_holder(self, holder: RemoteHolder | LocalHolder, shard: ShardSet, primary: ShardSet) -> None:
         """Offer a holder from the next layer call on; it replaces a former one of the same node.
 
-        ``shard`` is all it can compute; for the part in ``primary`` it is asked before anybody else.
+        ``shard`` is all it can compute; for the part in ``primary`` it is asked before anybody else. Raises
+        `LocalProtocolError` for a shard that is not of this model, or a primary part outside the shard.
         """
+        for layer, _, end in shard.ranges:
+            if layer not in self._manifest.moe_layers or end > self._manifest.n_expert:
+                raise LocalProtocolError(f"layer {layer} of the shard is not of this model")
+        if len(primary.difference(shard)):
+            raise LocalProtocolError("the primary part reaches outside the shard")
         with self._lock:
-            self._arrivals.append(_Place(holder, shard, primary))
-            self._changed = True
+            # One of the same node that never came into use would otherwise stay open until the next call.
+            superseded = [
+                each for each in self._changes if isinstance(each, _Place) and each.node_id == holder.node_id
+            ]
+            self._changes = [each for each in self._changes if each not in superseded]
+            self._changes.append(_Place(holder, shard, primary))
+        for each in superseded:
+            _close(each.holder)
 
     def remove_holder(self, node_id: NodeId, reason: str) -> None:
         """Take a holder out before the next layer call."""
         with self._lock:
-            self._departures.append((node_id, reason))
-            self._changed = True
+            self._changes.append(_Departure(node_id, reason))
 
     def set_authority(self, epoch: int, term: int) -> None:
         """The (epoch, term) that every dispatch names."""
-        self._epoch, self._term = epoch, term
+        self._authority = (epoch, term)
 
     def abort(self) -> None:
         """Make the current and every later layer call raise `DecodeAborted`, until `resume`."""
@@ -184,9 +213,11 @@ class Dispatcher:
     def missing_experts(self) -> dict[int, tuple[int, ...]]:
         """Layer to the experts that no holder has; empty when every expert is covered."""
         with self._lock:
-            gone = {node_id for node_id, _ in self._departures}
-            places = [place for place in self._places if place and place.holder.node_id not in gone]
-            places += self._arrivals
+            places = [place for place in self._places if place is not None]
+            for change in self._changes:
+                places = [place for place in places if place.node_id != change.node_id]
+                if isinstance(change, _Place):
+                    places.append(change)
         missing = {}
         for layer in self._manifest.moe_layers:
             held = {expert for place in places for expert in place.shard.experts_of(layer)}
@@ -197,17 +228,21 @@ class Dispatcher:
 
     def close(self) -> None:
         """Close every holder. Only after the last layer call."""
-        for place in [*self._places, *self._arrivals]:
-            if place is not None:
+        for place in [*self._places, *self._changes]:
+            if isinstance(place, _Place):
                 _close(place.holder)
         self._places.clear()
-        self._arrivals.clear()
+        self._changes.clear()
 
     # -- in the decode thread ----------------------------------------------------------------------
 
     def __call__(self, call: LayerCall) -> None:
-        """Fill every row of ``call``'s output. Raises `NoHolderLeft` or `DecodeAborted`."""
-        if self._changed:
+        """Fill every row of ``call``'s output.
+
+        Raises `NoHolderLeft`, `DecodeAborted`, what the check of `watched_by` raises, or `EngineFailed` for
+        what is nobody else's fault. After any of them `settle` is due before long.
+        """
+        if self._changes:
             self._apply_changes()
         self._call = call
         self._filled = 0
@@ -224,23 +259,44 @@ class Dispatcher:
         self._layer_calls += 1
         self._rows_dispatched += n_pairs
 
+    @contextlib.contextmanager
+    def watched_by(self, check: Callable[[], None]) -> Iterator[None]:
+        """While inside, ``check`` runs whenever a layer call waits; what it raises ends that call.
+
+        It is how a session's own deadline and its cancellation reach a call that waits for a worker.
+        """
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
+
+    def settle(self) -> None:
+        """Wait for the replies that a failed call left behind; none is waited for beyond its deadline.
+
+        A worker that cannot get rid of its reply gives up the connection after a while. Returns at once when
+        nothing is outstanding, and when `abort` is called.
+        """
+        with contextlib.suppress(DecodeAborted):
+            while any(
+                place is not None and isinstance(place.holder, RemoteHolder) and place.holder.outstanding
+                for place in self._places
+            ):
+                self._advance()
+
     def _apply_changes(self) -> None:
         with self._lock:
-            arrivals, self._arrivals = self._arrivals, []
-            departures, self._departures = self._departures, []
-            self._changed = False
-        for node_id, reason in departures:
+            changes, self._changes = self._changes, []
+        for change in changes:
             for index, place in enumerate(self._places):
-                if place is not None and place.holder.node_id == node_id:
+                if place is not None and place.node_id == change.node_id:
                     self._drop(index)
-                    log.info("holder_removed", node=str(node_id), reason=reason)
-        for arrival in arrivals:
-            for index, place in enumerate(self._places):
-                if place is not None and place.holder.node_id == arrival.holder.node_id:
-                    self._drop(index)
-            self._places.append(arrival)
-            if isinstance(arrival.holder, RemoteHolder):
-                descriptor = arrival.holder.fileno()
+            if isinstance(change, _Departure):
+                log.info("holder_removed", node=change.node_id, reason=change.reason)
+                continue
+            self._places.append(change)
+            if isinstance(change.holder, RemoteHolder):
+                descriptor = change.holder.fileno()
                 self._poll.register(descriptor, select.POLLIN)
                 self._index_of_descriptor[descriptor] = len(self._places) - 1
         self._compact()
@@ -283,11 +339,11 @@ class Dispatcher:
             self._counts.address,
         )
         if status != 0:
-            raise self._unassignable(table.values)
+            raise self._unassignable(ids_address, n_pairs, table.values)
         if subset is not None:
             grouped = _Indices(subset[grouped.values])
         start = 0
-        local: list[tuple[LocalHolder, _FrameBuffer, PairIndices, int]] = []
+        local: list[tuple[_Place, LocalHolder, _FrameBuffer, PairIndices, int]] = []
         sending: list[int] = []
         for index, count in enumerate(self._counts.values.tolist()):
             if count == 0:
@@ -298,21 +354,21 @@ class Dispatcher:
             frame, n_rows = self._pack(place, grouped.address + 4 * start, count)
             start += count
             if isinstance(place.holder, LocalHolder):
-                local.append((place.holder, frame, pairs, n_rows))
+                place.frame = None  # until it is computed: a retry in between must not pack over it
+                local.append((place, place.holder, frame, pairs, n_rows))
             else:
                 self._submit(place.holder, frame, pairs, n_rows)
                 sending.append(index)
         for index in sending:
             self._send(index)
-        for holder, frame, pairs, n_rows in local:
+        for place, holder, frame, pairs, n_rows in local:
             self._compute_locally(holder, frame, pairs, n_rows)
+            place.frame = frame
 
-    def _unassignable(self, table: npt.NDArray[np.int32]) -> KvasirError:
-        """The error for a call whose ids name experts that nobody has, or that do not exist."""
+    def _unassignable(self, ids_address: int, n_pairs: int, table: npt.NDArray[np.int32]) -> KvasirError:
+        """The error for ids that name experts that nobody has, or that do not exist."""
         call = self._call
-        ids = np.ctypeslib.as_array(
-            (ctypes.c_int32 * (call.n_tokens * call.n_slots)).from_address(call.ids_address)
-        )
+        ids = _ids_at(ids_address, n_pairs)
         outside = ids[(ids < 0) | (ids >= len(table))]
         if len(outside):
             return EngineFailed(f"the router chose expert {int(outside[0])} of {len(table)}")
@@ -347,6 +403,7 @@ class Dispatcher:
 
     def _submit(self, holder: RemoteHolder, frame: _FrameBuffer, pairs: PairIndices, n_rows: int) -> None:
         call = self._call
+        epoch, term = self._authority
         now_ns = time.monotonic_ns()
         if call.program_index not in holder.programs:
             program = self._programs[call.program_index].encode()
@@ -355,16 +412,32 @@ class Dispatcher:
                 FrameKind.PROGRAM, self._request_id, program, program=call.program_index
             )
             holder.submit(
-                Request(self._request_id, memoryview(request), _NO_PAIRS, 0, holder.deadline_for(0, now_ns))
+                Request(
+                    self._request_id,
+                    memoryview(request),
+                    _NO_PAIRS,
+                    0,
+                    now_ns,
+                    holder.deadline_for(0, now_ns),
+                )
             )
             holder.programs.add(call.program_index)
         self._request_id += 1
         n_pairs = len(pairs)
+        reply_bytes = 4 * n_pairs * call.n_embd_out
+        if (
+            n_pairs > dispatch.PAIRS_MAX
+            or dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in) > dispatch.PAYLOAD_BYTES_MAX
+            or reply_bytes > dispatch.PAYLOAD_BYTES_MAX
+        ):
+            raise EngineFailed(
+                f"{n_pairs} rows for one holder are more than a frame takes: use a smaller ubatch"
+            )
         payload_bytes = dispatch.pack_dispatch_into(
             frame.view,
             request_id=self._request_id,
-            epoch=self._epoch,
-            term=self._term,
+            epoch=epoch,
+            term=term,
             layer=call.layer,
             program=call.program_index,
             n_rows=n_rows,
@@ -380,6 +453,7 @@ class Dispatcher:
                 frame.view[:size_bytes],
                 pairs,
                 call.n_embd_out,
+                now_ns,
                 holder.deadline_for(n_pairs, now_ns),
             )
         )
@@ -390,18 +464,24 @@ class Dispatcher:
         call = self._call
         rows_of_pairs = frame.address + dispatch.HEADER_BYTES
         rows = np.empty((len(pairs), call.n_embd_out), dtype=np.float32)
-        holder.kernel.compute(
-            layer=call.layer,
-            program_index=call.program_index,
-            n_rows=n_rows,
-            n_pairs=len(pairs),
-            x_address=rows_of_pairs + 8 * len(pairs),
-            row_of_pair_address=rows_of_pairs,
-            expert_of_pair_address=rows_of_pairs + 4 * len(pairs),
-            out_address=rows.ctypes.data,
-        )
+        try:
+            program = holder.kernel.add_program(self._programs[call.program_index])
+            holder.kernel.compute(
+                layer=call.layer,
+                program_index=program,
+                n_rows=n_rows,
+                n_pairs=len(pairs),
+                x_address=rows_of_pairs + 8 * len(pairs),
+                row_of_pair_address=rows_of_pairs,
+                expert_of_pair_address=rows_of_pairs + 4 * len(pairs),
+                out_address=rows.ctypes.data,
+            )
+        except ProtocolError as error:
+            raise EngineFailed(f"the backbone's own experts refuse layer {call.layer}: {error}") from error
+        self._rows_by_holder[holder.node_id] += len(pairs)
         bad = self._scatter(rows.ctypes.data, pairs)
         if bad >= 0:
+            self._require_finite_input(int(pairs[bad]))
             raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
 
     def _scatter(self, rows_address: int, pairs: PairIndices) -> int:
@@ -432,6 +512,8 @@ class Dispatcher:
         """Wait for any connection to move, then move it; lose what is late."""
         if self._aborted:
             raise DecodeAborted
+        if self._check is not None:
+            self._check()
         deadline_ns = min(
             (
                 place.holder.outstanding[0].deadline_ns
@@ -440,24 +522,24 @@ class Dispatcher:
             ),
             default=0,
         )
+        assert deadline_ns, "rows are missing and nobody owes them"
         wait_ms = max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)
-        for descriptor, _ in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
+        for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
             index = self._index_of_descriptor.get(descriptor)
             if index is not None:
-                self._move(index)
+                self._move(index, events)
         self._lose_late()
 
-    def _move(self, index: int) -> None:
+    def _move(self, index: int, events: int) -> None:
         place = self._places[index]
         assert place is not None
         holder = place.holder
         assert isinstance(holder, RemoteHolder)
         try:
-            was_sending = holder.wants_to_send
-            if was_sending:
+            if events & select.POLLOUT:
                 holder.send_pending()
-            if was_sending and not holder.wants_to_send:
-                self._poll.modify(holder.fileno(), select.POLLIN)
+                if not holder.wants_to_send:
+                    self._poll.modify(holder.fileno(), select.POLLIN)
             # With nothing outstanding one read is due all the same: it is how an end of stream is noticed.
             while (reply := holder.receive_reply()) is not None:
                 if not self._take(index, holder, *reply) or not holder.outstanding:
@@ -479,14 +561,24 @@ class Dispatcher:
         self._bytes_received += dispatch.HEADER_BYTES + len(payload)
         if request.abandoned or not len(request.pairs):
             return True
-        holder.rate.learn(header.compute_ns, len(request.pairs))
+        holder.rate.learn(header.compute_ns, time.monotonic_ns() - request.submitted_ns, len(request.pairs))
         address = ctypes.addressof(ctypes.c_char.from_buffer(payload))
         bad = self._scatter(address, request.pairs)
         if bad >= 0:
+            self._require_finite_input(int(request.pairs[bad]))
             holder.outstanding.appendleft(request)
             self._lose(index, "non_finite", f"row {bad} of layer {self._call.layer} is not finite")
             return False
         return True
+
+    def _require_finite_input(self, pair: int) -> None:
+        """Raise `EngineFailed` when a bad row is the trunk's fault: then no holder can do better."""
+        call = self._call
+        row = pair if self._programs[call.program_index].input_per_slot else pair // call.n_slots
+        address = call.x_address + 4 * row * call.n_embd_in
+        x = np.ctypeslib.as_array((ctypes.c_float * call.n_embd_in).from_address(address))
+        if not np.isfinite(x).all():
+            raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
 
     def _lose_late(self) -> None:
         now_ns = time.monotonic_ns()
@@ -507,14 +599,12 @@ class Dispatcher:
         self._drop(index)
         self._holders_lost += 1
         self._on_holder_lost(holder.node_id, code, reason)
-        pairs = np.concatenate(owed) if owed else _NO_PAIRS
+        # In the order of the ubatch, as the first time: a kernel's tiles depend on the order of rows.
+        pairs = np.sort(np.concatenate(owed)) if owed else _NO_PAIRS
         if len(pairs):
             self._rows_retried += len(pairs)
             call = self._call
-            ids = np.ctypeslib.as_array(
-                (ctypes.c_int32 * (call.n_tokens * call.n_slots)).from_address(call.ids_address)
-            )
-            wanted = np.ascontiguousarray(ids[pairs])
+            wanted = _ids_at(call.ids_address, call.n_tokens * call.n_slots)[pairs]
             self._assign(wanted.ctypes.data, len(pairs), pairs)
 
     def _drop(self, index: int) -> None:
@@ -534,6 +624,12 @@ class Dispatcher:
             if place is not None and isinstance(place.holder, RemoteHolder):
                 for request in place.holder.outstanding:
                     request.abandoned = True
+                if place.holder.wants_to_send:  # or its worker would be blamed for not answering
+                    self._poll.modify(place.holder.fileno(), select.POLLIN | select.POLLOUT)
+
+
+def _ids_at(address: int, count: int) -> npt.NDArray[np.int32]:
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
 
 
 def _close(holder: RemoteHolder | LocalHolder) -> None:

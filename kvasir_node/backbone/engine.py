@@ -24,7 +24,7 @@ from kvasir_node.backbone.dispatcher import Dispatcher
 from kvasir_node.backbone.holder import open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
 from kvasir_node.backbone.sampling import SamplingParameters
-from kvasir_node.backbone.session import EmittedToken, SessionOutcome, run_session
+from kvasir_node.backbone.session import EmittedToken, SessionOutcome, check_deadline, run_session
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
@@ -32,7 +32,13 @@ from kvasir_node.engine.tls import EngineCredentials, connect_pinned
 from kvasir_node.native_library import load as load_native_library
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.dispatch import Opening
-from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError, RemoteProtocolError
+from kvasir_proto.errors import (
+    KvasirError,
+    LocalProtocolError,
+    NotReady,
+    ProtocolError,
+    RemoteProtocolError,
+)
 from kvasir_proto.ids import NodeId, SessionId
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ModelManifest, ShardSet
@@ -111,6 +117,9 @@ class BackboneEngine:
 
     def close(self) -> None:
         """Abort what runs, end the decode thread, close connections. Waits for it at most 5 s."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()  # what has not begun is not begun any more
         for cancelled in list(self._cancellations.values()):
             cancelled.set()
         if self._dispatcher is not None:
@@ -129,7 +138,15 @@ class BackboneEngine:
 
     def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception as error:
+                # The thread goes on: an engine whose decode thread is dead would never answer again.
+                log.exception("job_crashed")
+                detail = as_sentence(f"{type(error).__name__}: {error}")
+                self._channel.send(EngineFault(None, "internal", detail, KvasirError.exit_code))
+            if self._dispatcher is not None:
+                self._dispatcher.settle()  # only now: the client already knows how its session ended
         if self._trunk is not None:
             self._trunk.close()
         if self._hook is not None:
@@ -138,7 +155,10 @@ class BackboneEngine:
             self._dispatcher.close()
 
     def _load(self, message: LoadTrunk) -> None:
+        dispatcher = hook = None
         try:
+            if self._trunk is not None:
+                raise LocalProtocolError("an engine loads one trunk in its life")
             manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
             settings = TrunkSettings(
                 n_ctx=message.n_ctx,
@@ -146,17 +166,20 @@ class BackboneEngine:
                 n_threads=message.threads,
                 kv_type=message.kv_type,
             )
-            hook = None
             if message.hooked:
                 hook = ExpertHook(self._on_layer)
-                self._dispatcher = Dispatcher(
+                dispatcher = Dispatcher(
                     load_native_library(), manifest, hook.programs, on_holder_lost=self._on_holder_lost
                 )
             trunk = Trunk(Path(message.backbone_path), settings, hook)
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:
+            if hook is not None:
+                hook.close()
             self._channel.send(fault_of(message.request, error, "trunk_unusable"))
             return
-        self._manifest, self._hook, self._trunk = manifest, hook, trunk
+        self._manifest, self._hook, self._dispatcher, self._trunk = manifest, hook, dispatcher, trunk
+        if dispatcher is not None:
+            dispatcher.set_authority(*self._lease.newest)  # a lease may have come before the trunk
         self._channel.send(
             TrunkLoaded(
                 message.request,
@@ -194,23 +217,24 @@ class BackboneEngine:
         try:
             trunk = self._ready_trunk()
             prompt = message.token_ids if message.prompt is None else trunk.tokenize(message.prompt)
-            run_session(
-                trunk,
-                prompt,
-                message.n_tokens,
-                SamplingParameters(
-                    seed=message.seed,
-                    temperature=message.temperature,
-                    top_k=message.top_k,
-                    top_p=message.top_p,
-                    min_p=message.min_p,
-                ),
-                outcome=outcome,
-                check_authority=self._lease.check,
-                emit=lambda token: self._emit(message.session, token),
-                cancelled=cancelled,
-                deadline_ns=deadline_ns,
-            )
+            with self._interruptible(cancelled, deadline_ns):
+                run_session(
+                    trunk,
+                    prompt,
+                    message.n_tokens,
+                    SamplingParameters(
+                        seed=message.seed,
+                        temperature=message.temperature,
+                        top_k=message.top_k,
+                        top_p=message.top_p,
+                        min_p=message.min_p,
+                    ),
+                    outcome=outcome,
+                    check_authority=self._lease.check,
+                    emit=lambda token: self._emit(message.session, token),
+                    cancelled=cancelled,
+                    deadline_ns=deadline_ns,
+                )
         except KvasirError as error:
             outcome.reason = "failed"
             code, detail = error.code, str(error)
@@ -230,6 +254,20 @@ class BackboneEngine:
             self._hook_calls() - calls_before,
             self._rows_retried() - retried_before,
         )
+
+    def _interruptible(
+        self, cancelled: threading.Event, deadline_ns: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """While inside, a layer call that waits for a worker ends with its session."""
+        if self._dispatcher is None:
+            return contextlib.nullcontext()
+
+        def check() -> None:
+            if cancelled.is_set():
+                raise DecodeAborted
+            check_deadline(deadline_ns)
+
+        return self._dispatcher.watched_by(check)
 
     def _emit(self, session: SessionId, token: EmittedToken) -> None:
         epoch, term = self._lease.check()
@@ -319,18 +357,22 @@ class BackboneEngine:
             )
             opening = Opening(epoch, term, message.proof, manifest.digest())
             holder = open_remote_holder(message.node_id, connection, opening.encode())
+            try:
+                dispatcher.add_holder(holder, shard, primary)
+            except BaseException:
+                holder.close()
+                raise
         except (OSError, ProtocolError, KvasirError) as error:
             code = error.code if isinstance(error, RemoteProtocolError) else "unreachable"
             self._channel.send(HolderLost(message.node_id, code, as_sentence(str(error))))
             return
-        dispatcher.add_holder(holder, shard, primary)
         self._channel.send(HolderConnected(message.node_id))
 
     # -- what is going on --------------------------------------------------------------------------
 
     def _ready_trunk(self) -> Trunk:
         if self._trunk is None:
-            raise LocalProtocolError("no trunk is loaded")
+            raise NotReady("no trunk is loaded")
         return self._trunk
 
     def _hook_calls(self) -> int:

@@ -37,6 +37,12 @@ exception and another poll.
 REPLY_FLOOR_NS: Final = 2_000_000_000
 """The constant part of a reply's deadline, for loopback; the rest grows with the predicted compute."""
 
+PAIR_NS_MAX: Final = 1_000_000_000
+"""The slowest rate that is believed: a holder that needs longer for a pair is late, whatever it says."""
+
+OPEN_TIMEOUT_S: Final = 10.0
+"""Longest time for the whole OPEN exchange."""
+
 _COMPUTE_MARGIN: Final = 4
 _FIRST_PAIR_NS: Final = 2_000_000
 """Predicted compute per pair before anything was measured."""
@@ -55,31 +61,39 @@ class Request:
     unsent: memoryview
     pairs: PairIndices
     n_embd_out: int
+    submitted_ns: int
     deadline_ns: int
     abandoned: bool = False
 
 
 @dataclass(slots=True)
 class ComputeRate:
-    """Smoothed nanoseconds a holder needs for one pair, learnt from the timestamps in its replies."""
+    """Smoothed nanoseconds a holder needs for one pair, learnt from its replies.
+
+    A holder's own word for how long it computed is taken up to the time that really passed: deadlines grow
+    with this rate, and no holder may talk itself into an endless one.
+    """
 
     pair_ns: float = _FIRST_PAIR_NS
     measured: bool = False
 
-    def learn(self, compute_ns: int, n_pairs: int) -> None:
-        """Take in one reply's measured compute time."""
-        sample = compute_ns / max(1, n_pairs)
+    def learn(self, compute_ns: int, elapsed_ns: int, n_pairs: int) -> None:
+        """Take in one reply's compute time, as it claims, and the time since its request was submitted."""
+        sample = min(compute_ns, elapsed_ns) / max(1, n_pairs)
+        if sample > PAIR_NS_MAX:
+            sample = PAIR_NS_MAX
         self.pair_ns = sample if not self.measured else self.pair_ns + _SMOOTHING * (sample - self.pair_ns)
         self.measured = True
 
 
 @dataclass(slots=True)
 class RemoteHolder:
-    """A worker as the dispatcher sees it. Raises only what `advance` documents."""
+    """A worker as the dispatcher sees it. ``reply_floor_ns`` is the constant part of its deadlines."""
 
     node_id: NodeId
     connection: ssl.SSLSocket
     rtt_ns: int = 0
+    reply_floor_ns: int = REPLY_FLOOR_NS
     rate: ComputeRate = field(default_factory=ComputeRate)
     programs: set[int] = field(default_factory=set)
     outstanding: deque[Request] = field(default_factory=deque)
@@ -96,10 +110,10 @@ class RemoteHolder:
         for request in self.outstanding:
             n_pairs += len(request.pairs)
         predicted = int(n_pairs * self.rate.pair_ns)
-        return now_ns + self.rtt_ns + _COMPUTE_MARGIN * predicted + REPLY_FLOOR_NS
+        return now_ns + self.rtt_ns + _COMPUTE_MARGIN * predicted + self.reply_floor_ns
 
     def submit(self, request: Request) -> None:
-        """Queue a request; `advance` sends it."""
+        """Queue a request; `send_pending` sends it."""
         self.outstanding.append(request)
         self._sending.append(request)
 
@@ -172,6 +186,8 @@ class RemoteHolder:
         if header.request_id != request.request_id:
             raise RemoteProtocolError("a reply to another request", code="unexpected_reply")
         expected = 4 * len(request.pairs) * request.n_embd_out
+        if header.code is ReplyCode.OK and len(request.unsent):
+            raise RemoteProtocolError("an answer to half a request", code="unexpected_reply")
         if header.code is ReplyCode.OK and (
             header.payload_bytes != expected or header.n_pairs != len(request.pairs)
         ):
@@ -202,14 +218,16 @@ def open_remote_holder(node_id: NodeId, connection: ssl.SSLSocket, open_payload:
     """
     try:
         started_ns = time.monotonic_ns()
+        deadline = time.monotonic() + OPEN_TIMEOUT_S
+        connection.settimeout(OPEN_TIMEOUT_S)
         connection.sendall(dispatch.pack_plain(FrameKind.OPEN, 0, open_payload))
-        header_bytes = _receive_exactly(connection, dispatch.HEADER_BYTES)
+        header_bytes = _receive_exactly(connection, dispatch.HEADER_BYTES, deadline)
         rtt_ns = time.monotonic_ns() - started_ns
         header = dispatch.parse_header(header_bytes)
         if not isinstance(header, ReplyHeader) or header.request_id != 0:
             raise RemoteProtocolError("not an answer to OPEN", code="malformed")
         if header.code is not ReplyCode.OK:
-            text = _receive_exactly(connection, header.payload_bytes).decode(errors="replace")
+            text = _receive_exactly(connection, header.payload_bytes, deadline).decode(errors="replace")
             raise RemoteProtocolError(text, code=header.code.name.lower())
         if header.payload_bytes:
             raise RemoteProtocolError("an OPEN reply has no payload", code="malformed")
@@ -219,9 +237,13 @@ def open_remote_holder(node_id: NodeId, connection: ssl.SSLSocket, open_payload:
     return RemoteHolder(node_id, connection, rtt_ns=rtt_ns)
 
 
-def _receive_exactly(connection: ssl.SSLSocket, count: int) -> bytes:
+def _receive_exactly(connection: ssl.SSLSocket, count: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < count:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the worker did not answer in time")
+        connection.settimeout(remaining_s)
         part = connection.recv(count - len(data))
         if not part:
             raise ConnectionResetError("the worker closed the connection before it was ready")

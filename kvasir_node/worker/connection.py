@@ -99,7 +99,7 @@ class BackboneConnection:
     def _receive_frame(self, stop: threading.Event) -> int:
         """Wait for one whole frame at the start of the buffer; its size there, or 0 at a clean end.
 
-        Of a frame that is refused by its header the payload is not kept. Raises `RemoteProtocolError` when its
+        The payload of a frame that is refused by its header is not kept. Raises `RemoteProtocolError` when a
         header is unacceptable, `OSError` when the stream breaks off or dawdles inside a frame.
         """
         wanted = dispatch.HEADER_BYTES
