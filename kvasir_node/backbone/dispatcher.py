@@ -523,7 +523,7 @@ class Dispatcher:
             default=0,
         )
         assert deadline_ns, "rows are missing and nobody owes them"
-        wait_ms = max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)
+        wait_ms = max(0, (deadline_ns - time.monotonic_ns() + 999_999) // 1_000_000)
         for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
             index = self._index_of_descriptor.get(descriptor)
             if index is not None:

@@ -1,0 +1,671 @@
+"""The dispatcher against workers that fail in every way we could think of.
+
+The rule under test is always the same: the text is right, or the call fails cleanly and in time. Connections
+are real TLS over socket pairs; the deadlines of workers that are meant to be late are short.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
+from kvasir_node.backbone.holder import RemoteHolder
+from kvasir_node.backbone.hook import DecodeAborted
+from kvasir_node.native_library import load
+from kvasir_proto import dispatch
+from kvasir_proto.dispatch import DispatchHeader, FrameKind, PlainHeader, ReplyCode
+from kvasir_proto.errors import EngineFailed, LocalProtocolError, NoHolderLeft
+from kvasir_proto.ids import NodeId, node_id_of
+from kvasir_proto.manifest import ShardSet
+from tests.node.backbone.scripted_worker import PROMPT_NS, Deed, ScriptedWorker
+from tests.node.toy_experts import (
+    EVERYTHING,
+    LAYERS,
+    N_EXPERT,
+    NOTHING,
+    OTHER_PROGRAM,
+    PROGRAM,
+    ToyCall,
+    ToyKernel,
+    shard_of,
+    toy_manifest,
+)
+
+IDS = [[0, 3], [4, 1], [5, 2], [3, 0]]
+"""Four tokens that need all experts; experts 0 to 2 and 3 to 5 have four pairs each."""
+
+LOW, HIGH = shard_of(0, 1, 2), shard_of(3, 4, 5)
+IN_TIME_S = 5.0
+"""Far more than any call may take here, far less than the deadlines that are not meant to matter."""
+
+
+class Swarm:
+    """A dispatcher, its workers, and whom it lost."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.width = width
+        self.lost: list[tuple[NodeId, str, str]] = []
+        self.workers: list[ScriptedWorker] = []
+        self.programs = [PROGRAM]
+        self.dispatcher = Dispatcher(
+            load(),
+            toy_manifest(width),
+            self.programs,
+            on_holder_lost=lambda *all_of: self.lost.append(all_of),
+        )
+        self.dispatcher.set_authority(0, 1)
+
+    def add(
+        self,
+        shard: ShardSet = EVERYTHING,
+        primary: ShardSet = NOTHING,
+        *,
+        floor_ns: int | None = None,
+        **behaviour: Any,
+    ) -> ScriptedWorker:
+        worker = ScriptedWorker(width=self.width, **behaviour)
+        self.workers.append(worker)
+        self.dispatcher.add_holder(worker.holder(floor_ns), shard, primary)
+        return worker
+
+    def run(self, ids: list[list[int]] = IDS, layer: int = LAYERS[0]) -> ToyCall:
+        """One layer call, which must give the right rows."""
+        call = ToyCall(ids, layer, self.width)
+        started = time.monotonic()
+        self.dispatcher(call)
+        assert time.monotonic() - started < IN_TIME_S
+        assert call.is_right
+        return call
+
+    @property
+    def codes(self) -> list[str]:
+        return [code for _, code, _ in self.lost]
+
+    def close(self) -> None:
+        self.dispatcher.close()
+        for worker in self.workers:
+            worker.end()
+
+
+@pytest.fixture
+def swarm() -> Iterator[Swarm]:
+    swarm = Swarm()
+    yield swarm
+    swarm.close()
+
+
+# ---- One worker misbehaves ----
+
+CODES = {
+    Deed.SILENCE: {"late"},
+    Deed.STOP: {"late"},
+    Deed.CLOSE: {"closed"},
+    Deed.CLOSE_MID_REPLY: {"closed"},
+    Deed.HALF_FRAME: {"late"},
+    Deed.HALF_HEADER: {"late"},
+    Deed.GARBAGE: {"malformed"},
+    Deed.PLAINTEXT: {"closed"},
+    Deed.NAN: {"non_finite"},
+    Deed.INFINITY: {"non_finite"},
+    Deed.SHORT: {"shape_invalid"},
+    Deed.LONG: {"shape_invalid"},
+    Deed.HUGE: {"shape_invalid"},
+    Deed.WRONG_COUNT: {"shape_invalid"},
+    Deed.FOREIGN_ID: {"unexpected_reply"},
+    Deed.OLD_ID: {"unexpected_reply"},
+    Deed.NOT_A_REPLY: {"malformed"},
+    Deed.BAD_CODE: {"malformed"},
+    Deed.LONG_REFUSAL: {"oversized"},
+    Deed.REFUSE: {"refused_foreign_expert"},
+}
+"""What a worker is given up for. An end of the connection in the middle of a reply is still an end."""
+
+
+@pytest.mark.parametrize("deed", CODES, ids=lambda deed: deed.name.lower())
+def test_rows_of_a_bad_worker_come_from_another(swarm: Swarm, deed: Deed) -> None:
+    bad = swarm.add(EVERYTHING, LOW, default=deed)
+    good = swarm.add(EVERYTHING, HIGH)
+    swarm.run()
+    statistics = swarm.dispatcher.statistics()
+    assert [node for node, _, _ in swarm.lost] == [bad.node_id]
+    assert set(swarm.codes) <= CODES[deed]
+    assert (statistics.rows_retried, statistics.holders_lost) == (4, 1)
+    assert statistics.rows_dispatched == 8
+    assert statistics.rows_by_holder == {bad.node_id: 4, good.node_id: 8}
+    # It is not asked again, and the others go on.
+    swarm.run(layer=LAYERS[1])
+    assert len(bad.dispatches) <= 1
+    assert swarm.dispatcher.statistics().rows_retried == 4
+
+
+@pytest.mark.parametrize("deed", CODES, ids=lambda deed: deed.name.lower())
+def test_without_another_holder_the_call_fails_in_time(swarm: Swarm, deed: Deed) -> None:
+    swarm.add(LOW, LOW, default=deed)
+    swarm.add(HIGH, HIGH)
+    call = ToyCall(IDS)
+    started = time.monotonic()
+    with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1, 2$"):
+        swarm.dispatcher(call)
+    assert time.monotonic() - started < IN_TIME_S
+    assert set(swarm.codes) <= CODES[deed]
+    swarm.dispatcher.settle()
+    # Nothing of the failed call is left: with a holder for those experts the next one works.
+    swarm.add(LOW, LOW)
+    for layer in LAYERS:
+        swarm.run(layer=layer)
+    assert len(swarm.lost) == 1
+
+
+@pytest.mark.parametrize("code", [code for code in ReplyCode if code is not ReplyCode.OK])
+def test_every_refusal_is_retried_and_reported_by_its_name(swarm: Swarm, code: ReplyCode) -> None:
+    bad = swarm.add(EVERYTHING, EVERYTHING, default=Deed.REFUSE, refusal=code)
+    swarm.add()
+    swarm.run()
+    assert swarm.lost == [(bad.node_id, f"refused_{code.name.lower()}", "not by me")]
+
+
+def test_a_worker_that_refuses_a_program_is_given_up(swarm: Swarm) -> None:
+    bad = swarm.add(EVERYTHING, EVERYTHING, refuses_programs=True)
+    swarm.add()
+    swarm.run()
+    assert swarm.lost == [(bad.node_id, "refused_program_unfit", "no")]
+    assert swarm.dispatcher.statistics().rows_retried == 8
+
+
+def test_an_answer_given_twice_costs_the_worker_its_place_and_no_row(swarm: Swarm) -> None:
+    bad = swarm.add(EVERYTHING, LOW, default=Deed.TWICE)
+    swarm.add(EVERYTHING, HIGH)
+    for _ in range(3):
+        swarm.run()
+    assert [(node, code) for node, code, _ in swarm.lost] == [(bad.node_id, "unexpected_reply")]
+
+
+def test_a_reply_in_many_pieces_is_one_reply(swarm: Swarm) -> None:
+    swarm.add(default=Deed.TRICKLE)
+    swarm.run()
+    swarm.run()
+    assert swarm.lost == []
+
+
+def test_a_worker_found_dead_at_sending_is_replaced(swarm: Swarm) -> None:
+    dead = swarm.add(EVERYTHING, LOW, closes_at_once=True)
+    swarm.add(EVERYTHING, HIGH)
+    swarm.run()
+    assert [(node, code) for node, code, _ in swarm.lost] == [(dead.node_id, "closed")]
+    assert swarm.dispatcher.statistics().rows_retried == 4
+
+
+def test_a_worker_that_died_while_nothing_was_asked_costs_nothing(swarm: Swarm) -> None:
+    idle = swarm.add(EVERYTHING, NOTHING, closes_at_once=True)
+    swarm.add(EVERYTHING, EVERYTHING, default=Deed.TRICKLE)
+    swarm.run()
+    assert [node for node, _, _ in swarm.lost] == [idle.node_id]
+    assert swarm.dispatcher.statistics().rows_retried == 0
+
+
+def test_workers_fail_one_after_another_until_one_is_right(swarm: Swarm) -> None:
+    for deed in (Deed.NAN, Deed.CLOSE, Deed.SHORT, Deed.SILENCE, Deed.REFUSE):
+        swarm.add(EVERYTHING, EVERYTHING, default=deed)
+    swarm.add(EVERYTHING, EVERYTHING, closes_at_once=True)
+    good = swarm.add(EVERYTHING, NOTHING)
+    swarm.run()
+    assert len(swarm.lost) == 6
+    assert [len(each.experts) for each in good.dispatches] == [8]
+    assert swarm.dispatcher.statistics().rows_retried == 6 * 8
+
+
+def test_an_experts_rows_stay_together_and_in_order_also_on_retry(swarm: Swarm) -> None:
+    """K-quants give the same bits only then (kernels/ggml_cpu.py)."""
+    draws = Random(4)
+    shards = [shard_of(0, 1, 2, 3), shard_of(2, 3, 4, 5), shard_of(4, 5, 0, 1)]
+    primaries = [shard_of(0, 1), shard_of(2, 3), shard_of(4, 5)]
+    first = swarm.add(shards[0], primaries[0], default=Deed.NAN)
+    second = swarm.add(shards[1], primaries[1], script={0: Deed.ANSWER, 1: Deed.CLOSE})
+    swarm.add(shards[2], primaries[2])
+    swarm.add(EVERYTHING, NOTHING)
+    ids = [draws.sample(range(N_EXPERT), 3) for _ in range(40)]
+    swarm.run(ids)
+    assert {node for node, _, _ in swarm.lost} <= {first.node_id, second.node_id}
+    assert first.node_id in {node for node, _, _ in swarm.lost}
+    for expert in range(N_EXPERT):
+        wanted = [token for token, slots in enumerate(ids) if expert in slots]
+        seen = [
+            each.x[each.rows[each.experts == expert], 0].astype(int).tolist()
+            for worker in swarm.workers
+            for each in worker.dispatches
+            if (each.experts == expert).any()
+        ]
+        assert seen
+        assert all(tokens == wanted for tokens in seen)
+
+
+def test_any_mixture_of_failures_gives_right_rows_or_a_clean_failure() -> None:
+    """Each round some of three holders misbehave; what is lost is replaced, as control does."""
+    draws = Random(11)
+    # Not the one that lies with numbers: right in form and wrong is what audits are for.
+    deeds = [deed for deed in Deed if deed not in (Deed.HOLD, Deed.EARLY)]
+    swarm = Swarm()
+    rights = failures = 0
+    try:
+        for _ in range(40):
+            held = {place.node_id for place in swarm.dispatcher._places if place is not None}
+            for number in range(3):
+                node_id = node_id_of(bytes([number]) * 32)
+                if node_id not in held or draws.random() < 0.2:
+                    script = {each: draws.choice(deeds) for each in range(4) if draws.random() < 0.6}
+                    primary = ShardSet.from_pairs((layer, 2 * number) for layer in LAYERS)
+                    swarm.add(
+                        EVERYTHING, primary, node_id=node_id, script=script, refusal=ReplyCode.STALE_TERM
+                    )
+            ids = [draws.sample(range(N_EXPERT), 2) for _ in range(draws.randint(1, 5))]
+            call = ToyCall(ids, draws.choice(LAYERS))
+            try:
+                swarm.dispatcher(call)
+            except NoHolderLeft:
+                failures += 1
+                swarm.dispatcher.settle()
+            else:
+                rights += 1
+                assert call.is_right
+    finally:
+        swarm.close()
+    assert rights > 20
+    assert failures > 0
+    assert len(swarm.lost) > 20
+
+
+# ---- Waiting, aborting, settling ----
+
+
+def test_a_stopped_worker_does_not_hold_up_what_is_sent_to_others() -> None:
+    swarm = Swarm(width=1024)
+    try:
+        stopped = swarm.add(EVERYTHING, LOW, default=Deed.STOP, floor_ns=300_000_000)
+        good = swarm.add(EVERYTHING, HIGH)
+        call = ToyCall([[0, 3]] * 400, width=1024)  # 1.6 MB each, more than the sockets take
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                swarm.dispatcher(call)
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        # The good worker has its whole request while the stopped one has not taken a byte of its payload.
+        assert good.arrived.wait(10.0)
+        assert not stopped.dispatches
+        thread.join(10.0)
+        assert not failure
+        assert call.is_right
+        assert [(node, code) for node, code, _ in swarm.lost] == [(stopped.node_id, "late")]
+    finally:
+        swarm.close()
+
+
+def test_an_answer_to_half_a_request_is_not_taken() -> None:
+    swarm = Swarm(width=1024)
+    try:
+        bad = swarm.add(EVERYTHING, LOW, default=Deed.EARLY, floor_ns=PROMPT_NS)
+        swarm.add(EVERYTHING, HIGH)
+        call = ToyCall([[0, 3]] * 400, width=1024)
+        swarm.dispatcher(call)
+        assert call.is_right
+        assert [(node, code) for node, code, _ in swarm.lost] == [(bad.node_id, "unexpected_reply")]
+    finally:
+        swarm.close()
+
+
+def _raised_by(run: Callable[[], None], worker: ScriptedWorker, act: Callable[[], None]) -> BaseException:
+    """What `run` raises when `act` is done while it waits for that worker's reply."""
+    failure: list[BaseException] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=catch)
+    started = time.monotonic()
+    thread.start()
+    assert worker.arrived.wait(10.0)
+    act()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert time.monotonic() - started < IN_TIME_S
+    return failure[0]
+
+
+def test_abort_ends_a_waiting_call_and_resume_allows_the_next(swarm: Swarm) -> None:
+    worker = swarm.add(default=Deed.HOLD)
+    call = ToyCall(IDS)
+    failure = _raised_by(lambda: swarm.dispatcher(call), worker, swarm.dispatcher.abort)
+    assert isinstance(failure, DecodeAborted)
+    swarm.dispatcher.settle()  # does not wait for what was aborted
+    with pytest.raises(DecodeAborted):
+        swarm.dispatcher(ToyCall(IDS))
+    swarm.dispatcher.resume()
+    worker.release.set()
+    swarm.run()
+    assert swarm.lost == []
+
+
+def test_a_watch_ends_a_waiting_call_and_not_the_one_after(swarm: Swarm) -> None:
+    worker = swarm.add(default=Deed.HOLD)
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise EngineFailed("the session is over")
+
+    def run() -> None:
+        with swarm.dispatcher.watched_by(check):
+            swarm.dispatcher(ToyCall(IDS))
+
+    assert str(_raised_by(run, worker, is_over.set)) == "the session is over"
+    worker.release.set()
+    swarm.run()
+    assert swarm.lost == []
+
+
+def test_settling_reads_what_a_failed_call_left_behind(swarm: Swarm) -> None:
+    """A worker that cannot get rid of its reply would end the connection in the end."""
+    swarm.add(LOW, LOW, default=Deed.CLOSE)
+    slow = swarm.add(HIGH, HIGH, script={0: Deed.HOLD})
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))
+    place = next(each for each in swarm.dispatcher._places if each is not None)
+    assert isinstance(place.holder, RemoteHolder)
+    assert place.holder.outstanding
+    slow.release.set()
+    swarm.dispatcher.settle()
+    assert not place.holder.outstanding
+    swarm.add(LOW, LOW)
+    swarm.run()
+    assert len(swarm.lost) == 1
+
+
+def test_settling_gives_up_who_is_late(swarm: Swarm) -> None:
+    swarm.add(LOW, LOW, closes_at_once=True)
+    silent = swarm.add(HIGH, HIGH, default=Deed.SILENCE)
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))
+    swarm.dispatcher.settle()
+    assert [(node, code) for node, code, _ in swarm.lost][1:] == [(silent.node_id, "late")]
+
+
+def test_requests_not_yet_sent_when_a_call_fails_are_sent_all_the_same(swarm: Swarm) -> None:
+    """Otherwise their workers would be late with answers to what they never got."""
+    swarm.add(LOW, LOW, closes_at_once=True)
+    good = swarm.add(HIGH, HIGH, floor_ns=1_000_000_000)
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))  # found dead before anything went to the other
+    swarm.dispatcher.settle()
+    assert len(good.dispatches) == 1
+    assert len(swarm.lost) == 1
+
+
+def test_waiting_does_not_spin(swarm: Swarm) -> None:
+    """A connection that was once waited for to take bytes is not waited for in that way for ever."""
+    swarm.add(LOW, LOW, closes_at_once=True)
+    swarm.add(HIGH, HIGH, script={1: Deed.SILENCE})
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))  # leaves a request unsent
+    polls = 0
+    poll = swarm.dispatcher._poll
+
+    class CountingPoll:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(poll, name)
+
+        def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+            nonlocal polls
+            polls += 1
+            return poll.poll(timeout_ms)
+
+    swarm.dispatcher._poll = CountingPoll()  # type: ignore[assignment]
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall([[3, 4]]))
+    assert swarm.codes == ["closed", "late"]
+    assert polls < 20
+
+
+def test_a_worker_cannot_talk_itself_into_an_endless_deadline(swarm: Swarm) -> None:
+    bragging = swarm.add(EVERYTHING, EVERYTHING, script={0: Deed.BRAG, 1: Deed.SILENCE})
+    swarm.add()
+    swarm.run()
+    place = next(each for each in swarm.dispatcher._places if each and each.node_id == bragging.node_id)
+    assert isinstance(place.holder, RemoteHolder)
+    now_ns = time.monotonic_ns()
+    assert place.holder.deadline_for(8, now_ns) - now_ns < IN_TIME_S * 1e9
+    swarm.run()
+    assert swarm.codes == ["late"]
+
+
+# ---- Programs, authority, changes of holders ----
+
+
+def test_a_program_goes_before_its_first_dispatch_and_again_to_a_new_connection(swarm: Swarm) -> None:
+    first = swarm.add()
+    swarm.programs.append(OTHER_PROGRAM)
+    swarm.run()
+    swarm.run()
+    call = ToyCall(IDS)
+    call.program_index = 1
+    swarm.dispatcher(call)
+    kinds = [
+        (FrameKind.PROGRAM if isinstance(each, PlainHeader) else FrameKind.DISPATCH) for each in first.frames
+    ]
+    P, D = FrameKind.PROGRAM, FrameKind.DISPATCH
+    assert kinds == [P, D, D, P, D]
+    assert [each.program for each in first.frames if not isinstance(each, dispatch.ReplyHeader)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
+    again = swarm.add(node_id=first.node_id)
+    swarm.run()
+    assert [type(each) for each in again.frames] == [PlainHeader, DispatchHeader]
+    assert len(first.dispatches) == 3
+
+
+def test_dispatches_name_the_authority_in_force(swarm: Swarm) -> None:
+    worker = swarm.add()
+    swarm.run()
+    swarm.dispatcher.set_authority(2, 7)
+    swarm.run()
+    assert [(each.header.epoch, each.header.term) for each in worker.dispatches] == [(0, 1), (2, 7)]
+
+
+def test_primaries_are_asked_first_and_a_primary_added_later_takes_over(swarm: Swarm) -> None:
+    low, high = swarm.add(EVERYTHING, LOW), swarm.add(EVERYTHING, HIGH)
+    swarm.run()
+    assert {int(expert) for each in low.dispatches for expert in each.experts} == {0, 1, 2}
+    assert {int(expert) for each in high.dispatches for expert in each.experts} == {3, 4, 5}
+    newcomer = swarm.add(EVERYTHING, HIGH)
+    swarm.dispatcher.remove_holder(high.node_id, "moved")
+    swarm.run()
+    assert len(high.dispatches) == 1
+    assert {int(expert) for each in newcomer.dispatches for expert in each.experts} == {3, 4, 5}
+
+
+def test_only_holders_that_are_needed_are_asked(swarm: Swarm) -> None:
+    low, high = swarm.add(EVERYTHING, LOW), swarm.add(EVERYTHING, HIGH)
+    swarm.run([[0, 1], [2, 0]])
+    assert (len(low.dispatches), len(high.dispatches)) == (1, 0)
+    assert high.frames == []
+
+
+def test_rows_travel_once(swarm: Swarm) -> None:
+    worker = swarm.add()
+    swarm.run([[0, 1], [2, 3], [4, 5]])
+    assert (worker.dispatches[0].header.n_rows, worker.dispatches[0].header.n_pairs) == (3, 6)
+
+
+def test_changes_take_effect_in_the_order_they_were_made(swarm: Swarm) -> None:
+    first = swarm.add()
+    swarm.dispatcher.remove_holder(first.node_id, "gone")
+    assert len(swarm.dispatcher.missing_experts()) == len(LAYERS)
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))
+    again = swarm.add(node_id=first.node_id)
+    swarm.dispatcher.remove_holder(first.node_id, "gone")
+    last = swarm.add(node_id=first.node_id)
+    assert swarm.dispatcher.missing_experts() == {}
+    swarm.run()
+    assert (first.frames, again.frames) == ([], [])
+    assert len(last.dispatches) == 1
+    assert swarm.lost == []
+
+
+def test_a_superseded_holder_is_closed_at_once(swarm: Swarm) -> None:
+    first = swarm.add()
+    swarm.add(node_id=first.node_id)
+    assert first.backbone_end.fileno() == -1
+
+
+def test_without_any_holder_a_call_fails_as_no_holder_left(swarm: Swarm) -> None:
+    with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1, 2, 3, 4, 5$"):
+        swarm.dispatcher(ToyCall(IDS))
+
+
+def test_the_error_names_at_most_eight_experts_and_counts_the_rest() -> None:
+    swarm = Swarm()
+    table = np.full(20, -1, np.int32)
+    ids = np.arange(20, dtype=np.int32)
+    swarm.dispatcher._call = ToyCall([[0, 1]])
+    error = swarm.dispatcher._unassignable(ids.ctypes.data, 20, table)
+    assert str(error) == "no holder is left for layer 1, experts 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_missing_experts_are_named_by_layer(swarm: Swarm) -> None:
+    swarm.add(ShardSet.from_pairs([(LAYERS[0], 0), (LAYERS[1], 5)]))
+    swarm.add(HIGH)
+    assert swarm.dispatcher.missing_experts() == {LAYERS[0]: (1, 2), LAYERS[1]: (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    "shard, primary",
+    [
+        (ShardSet.from_pairs([(0, 0)]), NOTHING),
+        (ShardSet.from_pairs([(1, N_EXPERT)]), NOTHING),
+        (LOW, HIGH),
+        (LOW, ShardSet.from_pairs([(0, 0)])),
+    ],
+)
+def test_a_shard_that_is_not_of_this_model_is_refused(
+    swarm: Swarm, shard: ShardSet, primary: ShardSet
+) -> None:
+    worker = ScriptedWorker()
+    swarm.workers.append(worker)
+    with pytest.raises(LocalProtocolError):
+        swarm.dispatcher.add_holder(worker.holder(), shard, primary)
+    assert len(swarm.dispatcher.missing_experts()) == len(LAYERS)
+
+
+# ---- What is not a worker's fault ----
+
+
+def test_an_expert_that_does_not_exist_is_the_engines_failure(swarm: Swarm) -> None:
+    swarm.add()
+    for wrong in (-1, N_EXPERT):
+        with pytest.raises(EngineFailed, match=f"expert {wrong} of {N_EXPERT}"):
+            swarm.dispatcher(ToyCall([[0, wrong]]))
+    swarm.run()
+    assert swarm.lost == []
+
+
+def test_activations_that_are_not_finite_are_not_blamed_on_workers(swarm: Swarm) -> None:
+    """One prompt that overflows the trunk must not cost the swarm its workers."""
+    swarm.add(EVERYTHING, LOW)
+    swarm.add(EVERYTHING, HIGH)
+    call = ToyCall(IDS)
+    call.x[2, 1] = np.nan
+    with pytest.raises(EngineFailed, match="trunk's own activations in layer 1"):
+        swarm.dispatcher(call)
+    swarm.dispatcher.settle()
+    swarm.run()
+    assert swarm.lost == []
+
+
+def test_a_ubatch_too_large_for_a_frame_is_not_blamed_on_workers(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm.add()
+    monkeypatch.setattr(dispatch, "PAIRS_MAX", 7)
+    with pytest.raises(EngineFailed, match="use a smaller ubatch"):
+        swarm.dispatcher(ToyCall(IDS))
+    monkeypatch.undo()
+    swarm.dispatcher.settle()
+    swarm.run()
+    assert swarm.lost == []
+
+
+# ---- The backbone's own experts ----
+
+OWN = node_id_of(b"\x77" * 32)
+
+
+def test_local_experts_are_asked_in_the_process(swarm: Swarm) -> None:
+    kernel = ToyKernel()
+    swarm.dispatcher.add_holder(LocalHolder(OWN, kernel), EVERYTHING, LOW)
+    worker = swarm.add(EVERYTHING, HIGH)
+    swarm.run()
+    (layer, _, experts) = kernel.asked[0]
+    assert (layer, set(experts.tolist())) == (1, {0, 1, 2})
+    assert swarm.dispatcher.statistics().rows_by_holder == {OWN: 4, worker.node_id: 4}
+    swarm.dispatcher.remove_holder(OWN, "moved away")
+    swarm.run()
+    assert kernel.is_closed
+
+
+def test_local_experts_stand_in_for_a_worker(swarm: Swarm) -> None:
+    swarm.dispatcher.add_holder(LocalHolder(OWN, ToyKernel()), EVERYTHING, NOTHING)
+    swarm.add(EVERYTHING, EVERYTHING, default=Deed.INFINITY)
+    swarm.run()
+    assert swarm.codes == ["non_finite"]
+
+
+def test_a_retry_does_not_pack_over_local_rows_that_wait(swarm: Swarm) -> None:
+    """The worker is found dead while the local rows are packed and not yet computed."""
+    kernel = ToyKernel()
+    swarm.dispatcher.add_holder(LocalHolder(OWN, kernel), EVERYTHING, LOW)
+    swarm.run([[0, 1, 2, 0, 1, 2, 0, 1]])  # its frame is now large enough to be used again
+    swarm.add(EVERYTHING, HIGH, closes_at_once=True)
+    swarm.run()
+    assert swarm.codes == ["closed"]
+
+
+@pytest.mark.parametrize("failure", [EngineFailed("no memory"), LocalProtocolError("the kernel is closed")])
+def test_a_local_failure_ends_the_call_cleanly(swarm: Swarm, failure: Exception) -> None:
+    kernel = ToyKernel()
+    kernel.failure = failure
+    swarm.dispatcher.add_holder(LocalHolder(OWN, kernel), EVERYTHING, NOTHING)
+    with pytest.raises(EngineFailed, match=str(failure)):
+        swarm.dispatcher(ToyCall(IDS))
+    kernel.failure = None
+    swarm.run()
+
+
+def test_closing_closes_every_holder_also_those_not_yet_in_use() -> None:
+    swarm = Swarm()
+    kernel = ToyKernel()
+    swarm.dispatcher.add_holder(LocalHolder(OWN, kernel), EVERYTHING, NOTHING)
+    used = swarm.add()
+    swarm.run()
+    waiting = swarm.add()
+    swarm.dispatcher.close()
+    assert kernel.is_closed
+    assert (used.backbone_end.fileno(), waiting.backbone_end.fileno()) == (-1, -1)
+    swarm.close()

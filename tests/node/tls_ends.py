@@ -1,0 +1,75 @@
+"""Engine keys and pinned TLS connections inside one process, over a socket pair."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from kvasir_node.engine.certificate import EngineKey
+from kvasir_node.engine.tls import EngineCredentials, pinned_context
+
+
+@dataclass(frozen=True)
+class EngineEnd:
+    """An engine's key with its certificate, as the other end is told it."""
+
+    credentials: EngineCredentials
+    certificate: bytes
+
+
+def make_engine_end(binding: bytes = b"no binding") -> EngineEnd:
+    """A fresh key and certificate; key files pass through the system's directory for temporary files."""
+    key = EngineKey.generate()
+    certificate = key.certificate(binding)
+    credentials = EngineCredentials(
+        certificate.public_bytes(Encoding.PEM), key.private_pem, Path(tempfile.gettempdir())
+    )
+    return EngineEnd(credentials, certificate.public_bytes(Encoding.DER))
+
+
+@functools.cache
+def backbone_end() -> EngineEnd:
+    """One backbone for all tests of a process: making keys takes time."""
+    return make_engine_end()
+
+
+@functools.cache
+def worker_end() -> EngineEnd:
+    """One worker for all tests of a process."""
+    return make_engine_end()
+
+
+@functools.cache
+def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    backbone, worker = backbone_end(), worker_end()
+    return (
+        pinned_context(backbone.credentials, worker.certificate, server=False),
+        pinned_context(worker.credentials, backbone.certificate, server=True),
+    )
+
+
+def tls_pair() -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    """A backbone's and a worker's end of one established connection."""
+    client_socket, server_socket = socket.socketpair()
+    client_context, server_context = _contexts()
+    client = client_context.wrap_socket(client_socket, do_handshake_on_connect=False)
+    server = server_context.wrap_socket(server_socket, server_side=True, do_handshake_on_connect=False)
+    client.setblocking(False)
+    server.setblocking(False)
+    unfinished = [client, server]
+    while unfinished:
+        for each in list(unfinished):
+            try:
+                each.do_handshake()
+                unfinished.remove(each)
+            except ssl.SSLWantReadError:
+                pass
+    for each in (client, server):
+        each.settimeout(10.0)
+    return client, server
