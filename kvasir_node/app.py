@@ -8,6 +8,7 @@ way round and within a bounded time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -53,7 +54,23 @@ log = get_logger()
 
 STATUS_SCHEMA_VERSION: Final = 1
 DEMO_MODEL: Final = Path(__file__).with_name("data") / "demo-q8_0.gguf"
-STOP_TIMEOUT_S: Final = 15.0
+STOP_TIMEOUT_S: Final = 25.0
+"""For everything that ends in good order; then the process ends without it, and its engines with it."""
+
+_STATUS_AT_START: Final[dict[str, Any]] = {
+    "epoch": 0,
+    "term": 0,
+    "backbone": None,
+    "ranks": [],
+    "swarm": None,
+    "model": None,
+    "plan": {"revision": 0},
+    "members": [],
+    "engine": None,
+    "engine_statistics": None,
+    "last_error": "",
+}
+"""What a status document says as long as the node has no duty yet."""
 
 
 def now() -> Instant:
@@ -105,8 +122,12 @@ def resolve_model(home: Home, name_or_path: str | None, progress: Progress | Non
 
 
 def found_swarm(home: Home, model: StoredModel) -> Founding:
-    """Found a swarm for ``model`` in this home."""
-    return home.swarm_files.found(home.identity.private_key, model.manifest.digest(), model.name)
+    """Found a swarm for ``model`` in this home.
+
+    Raises `AlreadyRunning` while a daemon runs in it, `ConfigurationInvalid` when it belongs to a swarm.
+    """
+    with HomeLock(home.locations.lock_file):
+        return home.swarm_files.found(home.identity.private_key, model.manifest.digest(), model.name)
 
 
 def _memory_offered_bytes() -> int:
@@ -140,13 +161,14 @@ class Node:
             "pid": os.getpid(),
             "uptime_s": round((now() - self._started) / 1e9, 1),
             "addresses": list(self._addresses),
+            **_STATUS_AT_START,
         }
         if self._duty is not None:
             document |= self._duty.report()
             try:
                 document["engine_statistics"] = json.loads(await self._duty.engine_statistics())
-            except KvasirError:
-                document["engine_statistics"] = None
+            except (KvasirError, ValueError) as error:
+                log.warning("engine_statistics_unavailable", reason=str(error))
         statistics = document.get("engine_statistics") or {}
         document["experts_missing_total"] = statistics.get("experts_missing_total", 0)
         return json.dumps(document)
@@ -155,9 +177,7 @@ class Node:
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
     ) -> GenerateEnd:
         """Run a session on this node's backbone. Raises `NotReady` on a worker."""
-        duty = self._duty
-        if not isinstance(duty, BackboneDuty):
-            raise NotReady("sessions run on the backbone; this node is a worker")
+        duty = self._backbone_duty()
 
         async def pass_on(token: TokenEmitted) -> None:
             await emit(TokenEvent(token.position, token.token, token.piece))
@@ -167,10 +187,14 @@ class Node:
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Write the live swarm's logits for these tokens. Raises `NotReady` on a worker."""
-        duty = self._duty
-        if not isinstance(duty, BackboneDuty):
-            raise NotReady("logits come from the backbone; this node is a worker")
-        return await duty.evaluate(request)
+        return await self._backbone_duty().evaluate(request)
+
+    def _backbone_duty(self) -> BackboneDuty:
+        if self._duty is None:
+            raise NotReady("this node is starting")
+        if not isinstance(self._duty, BackboneDuty):
+            raise NotReady("sessions run on the backbone; this node is a worker")
+        return self._duty
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -178,26 +202,41 @@ class Node:
 
     # -- life --------------------------------------------------------------------------------------
 
-    async def run(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
-        """Live until `stop`, SIGTERM or SIGINT. Raises the first error that makes going on pointless.
+    async def run(self, on_listening: Callable[[tuple[str, ...]], None], stop_on_eof: bool = False) -> None:
+        """Live until `stop`, SIGTERM or SIGINT; with ``stop_on_eof`` also until standard input ends.
 
         ``on_listening`` is called once, with our multiaddresses, when the control socket answers and the
-        network is open.
+        network is open. Raises the first error that makes going on pointless.
         """
         home = self._home
         with HomeLock(home.locations.lock_file):
             bind_process(node=home.identity.node_id)
-            async with open_unwrapping_nursery() as nursery:
-                nursery.start_soon(self._watch_signals, nursery.cancel_scope)
-                await nursery.start(ControlServer(home.locations.control_socket, self).run)
-                nursery.start_soon(self._run_duty, on_listening)
-                await self._stopping.wait()
-                log.info("node_stopping")
-                nursery.cancel_scope.deadline = trio.current_time() + STOP_TIMEOUT_S
-                nursery.cancel_scope.cancel()
+            async with open_unwrapping_nursery() as outer:
+                outer.start_soon(self._watch_signals)
+                if stop_on_eof:
+                    outer.start_soon(self._watch_standard_input)
+                await outer.start(ControlServer(home.locations.control_socket, self).run)
+                async with open_unwrapping_nursery() as nursery:
+                    nursery.start_soon(self._run_duty, on_listening)
+                    await self._stopping.wait()
+                    log.info("node_stopping")
+                    outer.start_soon(_end_late_process)
+                    if isinstance(self._duty, WorkerDuty):
+                        await self._duty.leave()
+                    nursery.cancel_scope.cancel()
+                # Last, so that whoever asked us to stop hears of it when everything else has ended.
+                outer.cancel_scope.cancel()
         log.info("node_stopped")
 
-    async def _watch_signals(self, scope: trio.CancelScope) -> None:
+    async def _watch_standard_input(self) -> None:
+        async with trio.lowlevel.FdStream(os.dup(0)) as stream:
+            with contextlib.suppress(trio.BrokenResourceError, OSError):
+                while await stream.receive_some():
+                    pass
+        log.info("standard_input_ended")
+        self.stop()
+
+    async def _watch_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("signal_received", signal=signal.Signals(number).name)
@@ -209,7 +248,8 @@ class Node:
         home, configuration = self._home, self._home.configuration
         options = HostOptions(configuration.listen_host, configuration.listen_port)
         async with Libp2pHost(home.identity, options) as host:
-            duty = await trio.to_thread.run_sync(self._make_duty, host)
+            # A model may have to be read first: one can stop meanwhile.
+            duty = await trio.to_thread.run_sync(self._make_duty, host, abandon_on_cancel=True)
             host.set_stream_handler(duty.serve_stream)
             self._addresses = host.addresses()
             self._duty = duty
@@ -229,6 +269,8 @@ class Node:
                 host=host,
                 start_engine=_EngineStarter(home, founding.swarm.digest),
                 next_generation=files.next_generation,
+                saved_plan=files.load_plan(),
+                save_plan=files.save_plan,
                 settings=BackboneSettings(
                     workers_min=configuration.swarm_workers_min,
                     holders=configuration.swarm_holders,
@@ -239,23 +281,28 @@ class Node:
                 now=now,
                 wall_time=wall_time,
             )
-        if not configuration.swarm_bootstrap:
+        bootstrap = tuple(
+            each for each in configuration.swarm_bootstrap if not each.endswith(f"/{home.identity.node_id}")
+        )
+        if configuration.swarm_bootstrap and not bootstrap:
+            raise ConfigurationInvalid("swarm.bootstrap names this node itself and nobody else")
+        if not bootstrap:
             raise ConfigurationInvalid(
                 "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
-                "--swarm-bootstrap"
+                "'kvasir-node run --bootstrap ADDRESS'"
             )
         starter = _EngineStarter(home, None)
         return WorkerDuty(
             node_key=home.identity.private_key,
             swarm=files.load_joined(),
             remember_swarm=files.save_joined,
-            find_model=self._find_model,
+            find_model=self._find_model_in_thread,
             fences=files,
             host=host,
             start_engine=starter,
             next_generation=files.next_generation,
             settings=WorkerSettings(
-                bootstrap=configuration.swarm_bootstrap,
+                bootstrap=bootstrap,
                 data_host=configuration.listen_host,
                 data_port=configuration.data_port,
                 n_threads=configuration.engine_threads,
@@ -265,6 +312,9 @@ class Node:
             now=now,
             wall_time=wall_time,
         )
+
+    async def _find_model_in_thread(self, digest: bytes) -> StoredModel:
+        return await trio.to_thread.run_sync(self._find_model, digest, abandon_on_cancel=True)
 
     def _find_model(self, digest: bytes) -> StoredModel:
         """The swarm's model, from this home's store, the configured file, or the package's demo model."""
@@ -285,6 +335,12 @@ class Node:
             f"the swarm's model {digest.hex()[:12]} is not here: add its file with "
             "'kvasir-node models add FILE'"
         )
+
+
+async def _end_late_process() -> None:
+    await trio.sleep(STOP_TIMEOUT_S)
+    log.error("stop_took_too_long", timeout_s=STOP_TIMEOUT_S)
+    os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Every node is a daemon of its own with its own home, started by the same command a user would type; they find
 each other over libp2p and serve the shipped model. The single process is the same llama.cpp on the same
 weights without a swarm. What is compared is what both computed: the token ids, and the logits of every
-position. Nothing here is kept: the homes are removed at the end.
+position. Nothing here is kept: the homes are removed at the end, and the nodes end with this process however
+it ends.
 """
 
 from __future__ import annotations
@@ -96,13 +97,26 @@ class DemoReporter:
 async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) -> dict[str, Any]:
     """Run it in ``directory``, which is removed afterwards; the report that `demo --json` prints.
 
-    Raises `EngineFailed` when the swarm does not come up or loses the session.
+    Raises `EngineFailed` when the swarm does not come up or loses the session, or SIGTERM comes.
     """
+    result: dict[str, Any] = {}
     try:
-        async with _open_swarm(options.n_workers, directory, report.say) as nodes:
-            return await _demonstrate(options, nodes, directory, report)
+        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+            async with open_unwrapping_nursery() as nursery:
+
+                async def demonstrate() -> None:
+                    async with _open_swarm(options.n_workers, directory, report.say) as nodes:
+                        result.update(await _demonstrate(options, nodes, directory, report))
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(demonstrate)
+                async for _ in signals:
+                    nursery.cancel_scope.cancel()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    if not result:
+        raise EngineFailed("the demonstration was told to stop")
+    return result
 
 
 async def _demonstrate(
@@ -315,8 +329,9 @@ def _start_node(role: str, home: Path, *arguments: str) -> DemoNode:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvasir_node", "--home", str(home), "run", *arguments],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "kvasir_node", "--home", str(home), "run", "--stop-on-eof", *arguments],
+            # It holds the other end: when this process ends, however it does, its nodes end too.
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             env=environment | {"NO_COLOR": "1"},
@@ -360,3 +375,7 @@ async def _stop_node(node: DemoNode) -> None:
         await trio.to_thread.run_sync(node.process.wait, abandon_on_cancel=True)
     node.process.kill()  # nothing happens to one that has ended
     await trio.to_thread.run_sync(node.process.wait)
+    if node.process.stdin is not None:
+        node.process.stdin.close()
+    # Under a long path the socket's directory is elsewhere.
+    shutil.rmtree(node.locations.runtime, ignore_errors=True)

@@ -61,6 +61,21 @@ class HomeLock:
             self._descriptor = None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock at `path` now; of a lock that cannot be looked at, nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def holder_of(path: Path) -> int | None:
     """The process id written in the lock file at `path`; None if there is none.
 

@@ -8,7 +8,7 @@ live in one module each and are imported when they are called for, so that `vers
 from __future__ import annotations
 
 import importlib
-import os
+import io
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -80,6 +80,9 @@ def cli(ctx: click.Context, home: Path | None, log_level: str | None, log_format
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale that lacks a letter is no reason to fail
     try:
         result: Any = cli.main(args=arguments, prog_name="kvasir-node", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -96,10 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except ProtocolError as error:
         return _fail(str(error), 1)
-    except BrokenPipeError:
-        # Whoever read our output has gone; flushing at exit would only fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        return _fail(str(error), 1)
 
 
 def _fail(sentence: str, status: int) -> int:

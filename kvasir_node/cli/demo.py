@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import click
@@ -62,8 +63,7 @@ def demo(
         text=_ignore_text if as_json else _write,
     )
     session.locations.prepare()
-    directory = session.locations.cache / f"demo-{os.getpid()}"
-    directory.mkdir(mode=0o700)
+    directory = Path(tempfile.mkdtemp(prefix="demo-", dir=session.locations.cache))
     result = trio.run(run_demo, options, directory, report)
     if as_json:
         print_json(result)

@@ -14,7 +14,8 @@ import trio
 from kvasir_node.cli.output import json_option, print_json
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import LocalConnection, connect_daemon
-from kvasir_proto.errors import EngineFailed, UsageError
+from kvasir_proto.codec import encode
+from kvasir_proto.errors import EngineFailed, LocalProtocolError, UsageError
 from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
 
 
@@ -61,10 +62,13 @@ def generate(
     if (prompt is None) == (token_ids is None):
         raise UsageError("give either PROMPT or --token-ids")
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.buffer.read().decode(errors="replace")
+    ids = parse_token_ids(token_ids)
+    if not prompt and not ids:
+        raise UsageError("the prompt is empty")
     request = GenerateRequest(
         prompt=prompt,
-        token_ids=parse_token_ids(token_ids),
+        token_ids=ids,
         n_tokens=n_tokens,
         seed=secrets.randbits(63) if seed is None else seed,
         temperature=temperature,
@@ -72,6 +76,10 @@ def generate(
         top_p=top_p,
         min_p=min_p,
     )
+    try:
+        encode(request)
+    except LocalProtocolError as error:
+        raise UsageError(error.reason) from error
     trio.run(_generate, session, request, as_json)
 
 

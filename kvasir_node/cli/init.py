@@ -6,6 +6,7 @@ import click
 
 from kvasir_node.cli.output import json_option, print_json, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
+from kvasir_proto.errors import UsageError
 
 
 @click.command()
@@ -20,7 +21,9 @@ def init(session: CommandSession, found: bool, model: str | None, as_json: bool)
     """
     from kvasir_node import app
 
-    configuration = session.configure(model=model if found else None)
+    if model is not None and not found:
+        raise UsageError("--model is the model of a swarm to found: add --found")
+    configuration = session.configure(model=model)
     home = app.open_home(session.locations, configuration)
     document: dict[str, object] = {
         "schema_version": 1,
@@ -28,6 +31,8 @@ def init(session: CommandSession, found: bool, model: str | None, as_json: bool)
         "home": str(session.locations.data),
     }
     if found:
+        # Before a large model is read for nothing.
+        home.swarm_files.check_unfounded(home.identity.private_key)
         with progress_on_stderr("reading the model") as progress:
             stored = app.resolve_model(home, configuration.model, progress)
         founding = app.found_swarm(home, stored)

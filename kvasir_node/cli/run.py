@@ -17,6 +17,11 @@ from kvasir_node.cli.session import CommandSession
 @click.option("--holders", type=int, help="Workers that hold each expert (backbone only).")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option("--model", help="The swarm's model where this home does not know it yet: a GGUF file.")
+@click.option(
+    "--stop-on-eof",
+    is_flag=True,
+    help="Stop also when standard input ends, for a program that must not leave its nodes behind.",
+)
 @click.pass_obj
 def run(
     session: CommandSession,
@@ -28,12 +33,14 @@ def run(
     holders: int | None,
     threads: int | None,
     model: str | None,
+    stop_on_eof: bool,
 ) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C; a second one ends it at once.
 
     In a home where a swarm was founded the node is its backbone; elsewhere it joins as a worker.
     """
     configuration = session.configure(
+        is_daemon=True,
         swarm_bootstrap=list(bootstrap) or None,
         listen_host=listen_host,
         listen_port=listen_port,
@@ -55,4 +62,4 @@ def run(
         for address in addresses:
             note(f"  {address}")
 
-    trio.run(app.Node(home).run, say_where)
+    trio.run(app.Node(home).run, say_where, stop_on_eof)

@@ -24,12 +24,15 @@ class CommandSession:
         """The paths of this home."""
         return locate(self.home, os.environ)
 
-    def configure(self, **flags: object) -> Configuration:
+    def configure(self, *, is_daemon: bool = False, **flags: object) -> Configuration:
         """The settings, with this command's own flags on top (``listen_port`` for ``listen.port``).
 
-        Sets up logging as well. Raises `ConfigurationInvalid`.
+        Sets up logging as well: a command that is no daemon logs warnings only, unless it was told what to
+        log. Raises `ConfigurationInvalid`.
         """
         own = {name.replace("_", ".", 1): value for name, value in flags.items()}
         configuration = load_configuration(self.locations.config_file, os.environ, self.flags | own)
-        configure_telemetry(configuration.log_level, configuration.log_format, os.environ)
+        chosen = is_daemon or "log.level" in configuration.origins
+        level = configuration.log_level if chosen else "warning"
+        configure_telemetry(level, configuration.log_format, os.environ)
         return configuration

@@ -8,6 +8,7 @@ the plan's decision (`kvasir_proto.placement`); rows never pass here.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host
-from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, load_trunk
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk
 from kvasir_node.swarm_files import Founding
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import open_record
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
     EngineFailed,
     KvasirError,
     NotReady,
@@ -35,7 +37,7 @@ from kvasir_proto.errors import (
     TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId, SessionId
-from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.instants import Instant, WallTime, between
 from kvasir_proto.messages.engine import (
     CancelSession,
     ConnectHolder,
@@ -65,7 +67,7 @@ from kvasir_proto.messages.swarm import (
     PlanOffer,
     Welcome,
 )
-from kvasir_proto.placement.plan import Plan, make_plan
+from kvasir_proto.placement.plan import Plan, make_plan, open_plan
 from kvasir_proto.signing import sign_message
 
 log = get_logger()
@@ -79,6 +81,7 @@ SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
 _MEMBER_SILENCE_S: Final = 10.0
 _RETRY_DELAY_MAX_S: Final = 15.0
+_ADDRESS: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]{1,5}/p2p/(?P<node>[^/]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,15 @@ class BackboneDuty:
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: BackboneSettings,
+        saved_plan: bytes | None,
+        save_plan: Callable[[bytes], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
+        """``saved_plan`` is what ``save_plan`` was last given in this home; it is adopted.
+
+        Raises `ConfigurationInvalid` when it is damaged.
+        """
         self._node_key = node_key
         self._founding = founding
         self._model = model
@@ -124,12 +133,16 @@ class BackboneDuty:
         self._settings = settings
         self._now = now
         self._wall_time = wall_time
-        self._roster = Roster()
+        self._roster = Roster(now())
         self._plan: Plan | None = None
         self._signed_plan = b""
+        self._save_plan = save_plan
+        if saved_plan is not None:
+            self._adopt_plan(saved_plan)
         self._engine: EnginePort | None = None
         self._trunk: TrunkLoaded | None = None
         self._sessions: dict[SessionId, _Session] = {}
+        self._evaluations = 0
         self._holder_events: dict[NodeId, trio.Event] = {}
         self._changed = trio.Event()
         self._last_error = ""
@@ -161,13 +174,10 @@ class BackboneDuty:
                             stream, Joined(founding.term.epoch, founding.term.term, HEARTBEAT_INTERVAL_MS)
                         )
                     case Heartbeat():
-                        self._roster.heartbeat(node_id, self._now())
+                        await self._take_heartbeat(node_id, message)
                         await tell(stream, HeartbeatReply(founding.term.epoch, founding.term.term))
                     case Leave():
-                        self._roster.leave(node_id, message.reason)
-                        log.info("member_left", node=node_id, reason=message.reason)
-                        await self._remove_holder(node_id, "it left")
-                        self._note_change()
+                        await self._let_leave(node_id, message.reason)
                         return
                     case _:
                         raise RemoteProtocolError(
@@ -184,9 +194,28 @@ class BackboneDuty:
         record = open_record(message.record, self._founding.swarm.digest, self._wall_time())
         if record.node_id != node_id:
             raise RemoteProtocolError("a node joins with its own record", "wrong_node")
+        for address in record.addresses:
+            match = _ADDRESS.fullmatch(address)
+            if match is None or match["node"] != node_id:
+                raise RemoteProtocolError("its record has an address that is not its own", "wrong_address")
         self._roster.join(record, self._now())
         log.info("member_joined", node=node_id, backend=record.backend)
         self._wake_holder(node_id)
+        self._note_change()
+
+    async def _take_heartbeat(self, node_id: NodeId, message: Heartbeat) -> None:
+        member = self._roster.heartbeat(node_id, self._now())
+        if message.state == "starting" and member.state == "serving":
+            # Its engine has ended, and the connection with it, which nobody notices while no session runs.
+            self._roster.set_state(node_id, "unreachable", message.reason)
+            log.warning("holder_lost", node=node_id, code="starting", reason=message.reason)
+            await self._remove_holder(node_id, message.reason)
+            self._note_change()
+
+    async def _let_leave(self, node_id: NodeId, reason: str) -> None:
+        self._roster.leave(node_id, reason)
+        log.info("member_left", node=node_id, reason=reason)
+        await self._remove_holder(node_id, "it left")
         self._note_change()
 
     # -- from clients ------------------------------------------------------------------------------
@@ -202,7 +231,8 @@ class BackboneDuty:
         if len(self._sessions) >= SESSIONS_WAITING_MAX:
             raise NotReady(f"{SESSIONS_WAITING_MAX} sessions are waiting already")
         session_id = SessionId(secrets.token_bytes(16))
-        tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](1024)
+        # Room for all of them: a client that reads slowly must not hold up what the engine says to others.
+        tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](request.n_tokens)
         session = _Session(tokens_in)
         self._sessions[session_id] = session
         try:
@@ -223,9 +253,8 @@ class BackboneDuty:
             async for token in tokens_out:
                 await emit(token)
         except BaseException:
-            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                if not engine.has_ended:
-                    await engine.send(CancelSession(session_id))
+            with contextlib.suppress(EngineFailed), trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                await engine.send(CancelSession(session_id))
             raise
         finally:
             del self._sessions[session_id]
@@ -240,13 +269,18 @@ class BackboneDuty:
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Write the swarm's logits for these tokens to a file. Raises `NotReady` like `generate`."""
         engine = self._ready_engine()
-        reply = await engine.exchange(
-            EvaluateLogits(
-                engine.next_request(), request.token_ids, request.chunk_sizes, request.output_path
-            ),
-            LogitsEvaluated,
-            SESSION_TIMEOUT_MS / 1000,
-        )
+        self._evaluations += 1
+        try:
+            reply = await engine.exchange(
+                EvaluateLogits(
+                    engine.next_request(), request.token_ids, request.chunk_sizes, request.output_path
+                ),
+                LogitsEvaluated,
+                SESSION_TIMEOUT_MS / 1000,
+            )
+        finally:
+            self._evaluations -= 1
+            self._note_change()
         self._rows_retried_total += reply.rows_retried
         return EvaluateReply(reply.positions, reply.hook_calls, reply.rows_retried)
 
@@ -321,8 +355,8 @@ class BackboneDuty:
     # -- tasks -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep an engine running and the plan served, until cancelled."""
-        async with trio.open_nursery() as nursery:
+        """Keep an engine running and the plan served, until cancelled. Raises what `keep_running` does."""
+        async with open_unwrapping_nursery() as nursery:
             nursery.start_soon(self._watch_members)
             await keep_running(self._run_engine, self._now, self._note_engine_failure)
 
@@ -376,9 +410,7 @@ class BackboneDuty:
         async for event in engine.events:
             match event:
                 case TokenEmitted():
-                    session = self._sessions.get(event.session)
-                    if session is not None:
-                        await session.tokens.send(event)
+                    self._pass_on(event)
                 case SessionEnded():
                     session = self._sessions.get(event.session)
                     if session is not None:
@@ -392,6 +424,15 @@ class BackboneDuty:
                     self._note_change()
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
+
+    def _pass_on(self, token: TokenEmitted) -> None:
+        session = self._sessions.get(token.session)
+        if session is None:
+            return  # its client has gone
+        try:
+            session.tokens.send_nowait(token)
+        except trio.WouldBlock:
+            raise EngineFailed("the backbone engine emitted more tokens than were asked for") from None
 
     async def _watch_members(self) -> None:
         while True:
@@ -411,11 +452,21 @@ class BackboneDuty:
 
     # -- plans -------------------------------------------------------------------------------------
 
+    def _adopt_plan(self, saved_plan: bytes) -> None:
+        """Go on with the last plan: its workers still hold their shards, and no revision is used twice."""
+        founding = self._founding
+        try:
+            self._plan = open_plan(saved_plan, founding.swarm.digest, founding.term.backbone)
+        except RemoteProtocolError as error:
+            raise ConfigurationInvalid(f"the saved plan is damaged: {error}") from error
+        self._signed_plan = saved_plan
+
     async def _serve_plan(self, engine: EnginePort) -> None:
         """Issue a plan when one is due, and keep its holders connected until the next one."""
         while True:
             if self._plan is None or self._is_plan_outdated():
-                if len(self._roster.active()) < (self._settings.workers_min if self._plan is None else 1):
+                workers_min = max(1, self._settings.workers_min) if self._plan is None else 1
+                if len(self._roster.active()) < workers_min:
                     await self._wait_change()
                     continue
                 self._issue_plan()
@@ -431,25 +482,28 @@ class BackboneDuty:
     def _is_plan_outdated(self) -> bool:
         """Whether the members have changed in a way that needs a new plan now.
 
-        Never while a session runs. A newcomer is taken in; a member that is gone costs a new plan only when
-        it left experts uncovered and does not come back.
+        Never while a session runs, nor while a member of the plan may still come back. Then a newcomer is
+        taken in, and members that are gone for good cost a new plan when the workers that are left would
+        hold each expert more often under it.
         """
         plan = self._plan
-        if plan is None or self._sessions:
+        if plan is None or self._sessions or self._evaluations:
             return False
         active = self._roster.active()
+        remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
+        if not active or any(node_id not in active for node_id in remaining):
+            return False
         if any(node_id not in plan.nodes for node_id in active):
             return True
-        remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
-        uncovered = plan.coverage(remaining).n_pairs_held < plan.coverage().n_pairs
-        return uncovered and bool(active)
+        possible = self._settings.holders or max(1, min(2, len(active) - 1))
+        return plan.coverage(remaining).holders_min < min(possible, len(active))
 
     def _issue_plan(self) -> None:
         term = self._founding.term
         manifest = self._model.manifest
         workers = self._roster.active()
         holders = self._settings.holders
-        self._plan = make_plan(
+        plan = make_plan(
             manifest.moe_layers,
             manifest.n_expert,
             workers,
@@ -458,8 +512,13 @@ class BackboneDuty:
             revision=self._plan.revision + 1 if self._plan else 1,
             holders=min(holders, len(workers)) if holders is not None else None,
         )
-        self._signed_plan = sign_message(self._node_key, self._founding.swarm.digest, self._plan)
-        log.info("plan_issued", revision=self._plan.revision, workers=len(workers))
+        signed_plan = sign_message(self._node_key, self._founding.swarm.digest, plan)
+        self._save_plan(signed_plan)
+        self._plan, self._signed_plan = plan, signed_plan
+        for node_id in workers:
+            # At once: no session may start on shards that are about to be replaced.
+            self._roster.set_state(node_id, "loading", "it gets a new plan")
+        log.info("plan_issued", revision=plan.revision, workers=len(workers))
 
     async def _keep_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
         """Bring one member to serving, and back to it whenever its connection is lost."""
@@ -467,18 +526,21 @@ class BackboneDuty:
         while True:
             member = self._roster.get(node_id)
             if member is None or not member.is_active:
-                await self._wait_holder(node_id)
-                continue
-            try:
-                await self._connect_holder(engine, plan, node_id)
                 failures = 0
                 await self._wait_holder(node_id)
-            except (RemoteProtocolError, TransportUnavailable, EngineFailed) as error:
+                continue
+            started = self._now()
+            try:
+                await self._connect_holder(engine, plan, node_id)
+                await self._wait_holder(node_id)
+            except (RemoteProtocolError, KvasirError) as error:
                 if engine.has_ended:
                     return
-                failures += 1
                 self._roster.set_state(node_id, "unreachable", str(error))
                 log.warning("holder_not_connected", node=node_id, reason=str(error))
+            failures = 1 if between(started, self._now()) > STEADY_AFTER else failures + 1
+            if member.state == "unreachable":
+                self._note_change()
                 with trio.move_on_after(min(0.5 * 2.0**failures, _RETRY_DELAY_MAX_S)):
                     await self._wait_holder(node_id)
 
@@ -488,6 +550,7 @@ class BackboneDuty:
         self._roster.set_state(node_id, "loading", "it loads its shard")
         member = self._roster.get(node_id)
         if member is not None and member.record.addresses:
+            # Checked when it joined: each of them ends in its own id, which the host makes it prove.
             await self._host.connect(member.record.addresses)
         stream = await self._host.open_stream(node_id)
         try:
@@ -518,6 +581,7 @@ class BackboneDuty:
             where=lambda each: each.node_id == node_id,
         )
         if isinstance(reply, HolderLost):
+            self._roster.holder_lost(node_id, reply.code, reply.reason)
             raise RemoteProtocolError(reply.reason, reply.code)
         self._roster.set_state(node_id, "serving")
         log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))

@@ -25,6 +25,9 @@ LOST_AFTER: Final[Duration] = seconds(5)
 FORGOTTEN_AFTER: Final[Duration] = seconds(15)
 """Silence after which its experts are given to others, if they are covered by nobody else."""
 
+REJOIN_GRACE: Final[Duration] = seconds(30)
+"""How long after a start the members of the adopted plan have to come back; workers try every 15 s."""
+
 FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "unexpected_reply"})
 """Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
 
@@ -48,7 +51,9 @@ class Member:
 class Roster:
     """Members by node id. Every method takes the time; none reads a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: Instant) -> None:
+        """``started``: from when on members can have joined."""
+        self._started = started
         self._members: dict[NodeId, Member] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -66,8 +71,7 @@ class Roster:
         """
         known = self._members.get(record.node_id)
         if known is None:
-            if len(self._members) >= WORKERS_MAX:
-                raise RemoteProtocolError(f"the swarm has {WORKERS_MAX} members", "full")
+            self._make_room()
             known = Member(record.node_id, record, "joined", "", now)
             self._members[record.node_id] = known
             return known
@@ -76,16 +80,25 @@ class Roster:
         if known.state == "quarantined":
             raise RemoteProtocolError(f"quarantined: {known.reason}", "quarantined")
         known.record, known.last_seen = record, now
-        if known.state in ("lost", "left"):
-            known.state, known.reason = "joined", ""
+        known.state, known.reason = "joined", ""
         return known
 
-    def heartbeat(self, node_id: NodeId, now: Instant) -> None:
+    def _make_room(self) -> None:
+        """Forget who has been gone longest when the table is full; a quarantine is never forgotten."""
+        if len(self._members) < WORKERS_MAX:
+            return
+        gone = [each for each in self if each.state in ("lost", "left")]
+        if not gone:
+            raise RemoteProtocolError(f"the swarm has {WORKERS_MAX} members", "full")
+        del self._members[min(gone, key=lambda each: each.last_seen).node_id]
+
+    def heartbeat(self, node_id: NodeId, now: Instant) -> Member:
         """A member is alive. Raises `RemoteProtocolError` (``unknown_member``) for one that must join."""
         member = self._members.get(node_id)
         if member is None or not member.is_active:
             raise RemoteProtocolError("join first", "unknown_member")
         member.last_seen = now
+        return member
 
     def leave(self, node_id: NodeId, reason: str) -> None:
         """A member goes on purpose."""
@@ -124,6 +137,8 @@ class Roster:
     def is_forgotten(self, node_id: NodeId, now: Instant) -> bool:
         """Whether a member has been gone so long, or for good, that others should take its experts."""
         member = self._members.get(node_id)
-        if member is None or member.state in ("quarantined", "left"):
+        if member is None:
+            return now > after(self._started, REJOIN_GRACE)
+        if member.state in ("quarantined", "left"):
             return True
         return member.state == "lost" and now > after(member.last_seen, FORGOTTEN_AFTER)

@@ -7,8 +7,9 @@ to engine and never pass here.
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -71,6 +72,9 @@ ENGINE_TIMEOUT_S: Final = 30.0
 TOKEN_LIFETIME_NS: Final = 10_000_000_000
 RECORD_LIFETIME: Final = seconds(3600)
 JOIN_DELAY_MAX_S: Final = 15.0
+LEAVE_TIMEOUT_S: Final = 2.0
+"""How long a node that stops waits for the backbone to have heard that it leaves."""
+
 ACCUMULATION: Final = "UNKNOWN"
 """What a node may say of its accumulation before anything measured it (DESIGN section 1)."""
 
@@ -89,7 +93,8 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    revision: int
+    version: tuple[int, int, int]
+    """(epoch, term, revision) of the plan."""
     shard: ShardSet
 
 
@@ -102,7 +107,7 @@ class WorkerDuty:
         node_key: Ed25519PrivateKey,
         swarm: FoundedSwarm | None,
         remember_swarm: Callable[[bytes], None],
-        find_model: Callable[[bytes], StoredModel],
+        find_model: Callable[[bytes], Awaitable[StoredModel]],
         fences: FenceStore,
         host: Host,
         start_engine: EngineStarter,
@@ -135,6 +140,10 @@ class WorkerDuty:
         self._is_member = False
         self._last_error = ""
         self._swarm_known = trio.Event()
+        self._news = trio.Event()
+        self._engine_up = trio.Event()
+        self._leaving = trio.Event()
+        self._left = trio.Event()
 
     # -- what is going on --------------------------------------------------------------------------
 
@@ -160,7 +169,7 @@ class WorkerDuty:
             "ranks": ["output", "bulk"] if len(shard) else [],
             "swarm": self._swarm.digest.hex() if self._swarm else None,
             "model": model_report(self._model) if self._model else None,
-            "plan": {"revision": self._assignment.revision if self._assignment else 0},
+            "plan": {"revision": self._assignment.version[2] if self._assignment else 0},
             "shards": [list(each) for each in shard.ranges],
             "n_experts_held": len(shard),
             "members": [],
@@ -200,9 +209,8 @@ class WorkerDuty:
             code = "model_unusable" if isinstance(error, ModelUnusable) else "engine_failed"
             await tell(stream, Refusal(code, as_sentence(str(error))))
 
-    def _check_proof(self, node_id: NodeId, proof: bytes) -> ProvenTerm:
-        """The proven term, if it makes ``node_id`` backbone and is not behind our fence."""
-        swarm = self._swarm
+    def _check_proof(self, swarm: FoundedSwarm | None, node_id: NodeId, proof: bytes) -> ProvenTerm:
+        """The proven term, if it makes ``node_id`` backbone of ``swarm`` and is not behind our fence."""
         if swarm is None:
             raise RemoteProtocolError("no swarm is known here yet", "not_a_member")
         electorate = founding_electorate(swarm.manifest.founder_public_key)
@@ -224,43 +232,54 @@ class WorkerDuty:
             await self._engine.send(SetFence(term.epoch, term.term))
 
     async def _take_plan(self, node_id: NodeId, offer: PlanOffer) -> PlanAccept:
-        term = self._check_proof(node_id, offer.proof)
+        term = self._check_proof(self._swarm, node_id, offer.proof)
         assert self._swarm is not None
         plan = open_plan(offer.plan, self._swarm.digest, term.backbone)
         if (plan.epoch, plan.term) != (term.epoch, term.term):
             raise RemoteProtocolError("the plan is of another term than its proof", "stale_term")
         await self._follow(term)
-        assignment = _Assignment(plan.revision, plan.shard_of(self._host.node_id))
+        version = (plan.epoch, plan.term, plan.revision)
+        assignment = _Assignment(version, plan.shard_of(self._host.node_id))
         if not len(assignment.shard):
             raise RemoteProtocolError("the plan gives nothing to this node", "empty_shard")
         async with self._load_lock:
             current = self._assignment
-            if current is not None and assignment.revision < current.revision:
-                raise RemoteProtocolError(f"plan {current.revision} is newer", "stale_plan")
+            if current is not None and assignment.version < current.version:
+                raise RemoteProtocolError(f"plan {current.version[2]} is newer", "stale_plan")
+            model = await self._usable_model()
+            need = self._check_fits(model, assignment.shard)
             self._assignment = assignment
-            loaded = await self._load(assignment)
-        return PlanAccept(
-            assignment.revision,
-            assignment.shard.digest(),
-            loaded,
-            self._engine.backend if self._engine else "-",
-        )
+            engine = await self._wait_engine()
+            await self._load(engine, model, assignment)
+            return PlanAccept(plan.revision, assignment.shard.digest(), need, engine.backend)
 
-    async def _load(self, assignment: _Assignment) -> int:
-        """Have the engine hold this shard; the bytes it takes. The caller holds the lock."""
-        engine = self._engine
-        if engine is None:
-            raise RemoteProtocolError("the worker engine is starting", "engine_starting")
-        model = self._usable_model()
-        need = model.manifest.shard_size_bytes(assignment.shard)
+    def _check_fits(self, model: StoredModel, shard: ShardSet) -> int:
+        """The bytes of a shard, if it is of this model and there is room for it."""
+        manifest = model.manifest
+        for layer, _, end in shard.ranges:
+            if layer not in manifest.moe_layers or end > manifest.n_expert:
+                raise RemoteProtocolError(f"the model has no such experts in layer {layer}", "wrong_shard")
+        need = manifest.shard_size_bytes(shard)
         if need > self._settings.memory_bytes:
             raise RemoteProtocolError(
                 f"the shard needs {need >> 20} MiB and {self._settings.memory_bytes >> 20} MiB are offered",
                 "no_memory",
             )
+        return need
+
+    async def _wait_engine(self) -> EnginePort:
+        """The running engine; waits for one that is starting."""
+        with trio.move_on_after(ENGINE_TIMEOUT_S):
+            while self._engine is None:
+                await self._engine_up.wait()
+            return self._engine
+        raise RemoteProtocolError("the worker engine is starting", "engine_starting")
+
+    async def _load(self, engine: EnginePort, model: StoredModel, assignment: _Assignment) -> None:
+        """Have the engine hold this shard. The caller holds the lock."""
         if self._loaded is not None and self._loaded.shard == assignment.shard:
             self._loaded = assignment
-            return need
+            return
         self._loaded = None
         request = LoadShard(
             engine.next_request(),
@@ -269,19 +288,19 @@ class WorkerDuty:
             assignment.shard.encode(),
             self._settings.n_threads,
         )
-        reply = await engine.exchange(request, ShardLoaded, LOAD_TIMEOUT_S)
-        self._loaded = assignment
-        log.info("shard_loaded", revision=assignment.revision, experts=len(assignment.shard))
-        return reply.memory_bytes
+        await engine.exchange(request, ShardLoaded, LOAD_TIMEOUT_S)
+        if engine is self._engine:
+            self._loaded = assignment
+        log.info("shard_loaded", revision=assignment.version[2], experts=len(assignment.shard))
 
-    def _usable_model(self) -> StoredModel:
+    async def _usable_model(self) -> StoredModel:
         if self._model is None:
             assert self._swarm is not None
-            self._model = self._find_model(self._swarm.manifest.model_digest)
+            self._model = await self._find_model(self._swarm.manifest.model_digest)
         return self._model
 
     async def _grant_data(self, node_id: NodeId, request: DataRequest) -> DataGrant:
-        term = self._check_proof(node_id, request.proof)
+        term = self._check_proof(self._swarm, node_id, request.proof)
         assert self._swarm is not None
         if request.role != "backbone":
             raise RemoteProtocolError("only a backbone dials a worker", "wrong_role")
@@ -298,8 +317,19 @@ class WorkerDuty:
             expect, DiallerExpected, ENGINE_TIMEOUT_S, where=lambda each: each.token == token
         )
         return DataGrant(
-            listening.host, listening.port, token, engine.certificate, TOKEN_LIFETIME_NS // 1_000_000
+            self._reachable_host(listening.host),
+            listening.port,
+            token,
+            engine.certificate,
+            TOKEN_LIFETIME_NS // 1_000_000,
         )
+
+    def _reachable_host(self, host: str) -> str:
+        """Where others reach an engine that listens at ``host``: a wildcard means nothing to them."""
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+        hosts = [address.split("/")[2] for address in self._host.addresses()]
+        return hosts[0] if hosts else host
 
     # -- tasks -------------------------------------------------------------------------------------
 
@@ -323,20 +353,33 @@ class WorkerDuty:
             try:
                 listen = Listen(self._settings.data_host, self._settings.data_port)
                 self._listening = await engine.exchange(listen, Listening, ENGINE_TIMEOUT_S)
-                self._engine = engine
                 if self._term is not None:
                     await engine.send(SetFence(self._term.epoch, self._term.term))
-                async with self._load_lock:
-                    if self._assignment is not None:
-                        await self._load(self._assignment)
+                self._engine = engine
+                self._engine_up.set()
+                nursery.start_soon(self._load_again, engine)
                 async for event in engine.events:
                     log.warning("engine_message_unexpected", kind=event.kind)
                 reason = await engine.wait_ended()
                 raise EngineFailed(f"the worker engine ended: {reason}")
             finally:
                 self._engine = self._listening = self._loaded = None
+                self._engine_up = trio.Event()
+                self._news.set()
                 await engine.close()
                 nursery.cancel_scope.cancel()
+
+    async def _load_again(self, engine: EnginePort) -> None:
+        """Give a new engine the shard that the one before it had."""
+        async with self._load_lock:
+            if self._assignment is None:
+                return
+            try:
+                await self._load(engine, await self._usable_model(), self._assignment)
+            except KvasirError as error:
+                # The engine is not to blame: the backbone offers its plan again, and each offer tries again.
+                self._last_error = str(error)
+                log.error("shard_not_loaded", reason=str(error))
 
     async def _stay_member(self) -> None:
         """Join, send heartbeats, and join again whenever the conversation breaks off."""
@@ -346,7 +389,8 @@ class WorkerDuty:
                 started = self._now()
                 try:
                     await self._be_member(address)
-                except (TransportUnavailable, RemoteProtocolError) as error:
+                    return  # left on purpose
+                except (KvasirError, RemoteProtocolError) as error:
                     self._contact = f"{address}: {error}"
                     log.warning("backbone_unreachable", address=address, reason=str(error))
                 if between(started, self._now()) > STEADY_AFTER:
@@ -355,41 +399,62 @@ class WorkerDuty:
             await trio.sleep(min(0.25 * 2.0**failures, JOIN_DELAY_MAX_S))
 
     async def _be_member(self, address: str) -> None:
-        """One membership, from hello to the end of the stream, which is always an exception."""
+        """One membership, from hello to the end of the stream, which is an exception unless we leave."""
         node_id = await self._host.connect(address)
         stream = await self._host.open_stream(node_id)
         try:
             welcome = await ask(stream, Hello((PROTOCOL_VERSION,), __version__), Welcome)
-            self._enter(welcome)
-            term = self._check_proof(node_id, welcome.proof)
-            await self._follow(term)
+            await self._enter(node_id, welcome)
             joined = await ask(stream, Join(self._record()), Joined)
             self._is_member, self._contact = True, f"member by {address}"
             self._swarm_known.set()
             log.info("swarm_joined", backbone=node_id, address=address)
             sequence = 0
-            try:
-                while True:
-                    await trio.sleep(joined.heartbeat_interval_ms / 1000)
-                    sequence += 1
-                    state, reason = self.state()
-                    await ask(stream, Heartbeat(sequence, state, as_sentence(reason)), HeartbeatReply)
-            except trio.Cancelled:
-                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                    await tell(stream, Leave("the node stops"))
-                raise
+            while not self._leaving.is_set():
+                with trio.move_on_after(joined.heartbeat_interval_ms / 1000):
+                    await self._news.wait()
+                self._news = trio.Event()
+                sequence += 1
+                state, reason = self.state()
+                await ask(stream, Heartbeat(sequence, state, as_sentence(reason)), HeartbeatReply)
+            await self._say_goodbye(stream)
         finally:
             self._is_member = False
             await stream.close()
 
-    def _enter(self, welcome: Welcome) -> None:
-        """Take the swarm's manifest, or check that it is still the one this home belongs to."""
-        if self._swarm is not None:
-            open_swarm_manifest(welcome.swarm_manifest, self._swarm.digest)
-            return
-        self._swarm = open_swarm_manifest(welcome.swarm_manifest)
-        self._remember_swarm(welcome.swarm_manifest)
-        log.info("swarm_entered", swarm=self._swarm.digest.hex(), model=self._swarm.manifest.model_name)
+    async def leave(self) -> None:
+        """Leave the swarm, so that the backbone need not wait for a silence; returns in bounded time."""
+        self._leaving.set()
+        self._news.set()
+        if self._is_member:
+            with trio.move_on_after(LEAVE_TIMEOUT_S):
+                await self._left.wait()
+
+    async def _say_goodbye(self, stream: ControlStream) -> None:
+        """Returns when the backbone has heard it: it ends the stream then."""
+        try:
+            await tell(stream, Leave("the node stops"))
+            await stream.receive(LEAVE_TIMEOUT_S)
+        except TransportUnavailable:
+            pass
+        finally:
+            self._left.set()
+
+    async def _enter(self, node_id: NodeId, welcome: Welcome) -> None:
+        """Follow the backbone of the swarm this home belongs to; a home that belongs to none enters this one.
+
+        Nothing is remembered before the term proof has been checked.
+        """
+        if welcome.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"it wants to speak version {welcome.version}", "incompatible_version")
+        known = self._swarm
+        swarm = open_swarm_manifest(welcome.swarm_manifest, known.digest if known else None)
+        term = self._check_proof(swarm, node_id, welcome.proof)
+        if known is None:
+            self._remember_swarm(welcome.swarm_manifest)
+            self._swarm = swarm
+            log.info("swarm_entered", swarm=swarm.digest.hex(), model=swarm.manifest.model_name)
+        await self._follow(term)
 
     def _record(self) -> bytes:
         """A fresh signed capability record. Its sequence is wall time, so it grows over restarts too."""

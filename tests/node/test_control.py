@@ -180,7 +180,7 @@ async def test_a_place_where_no_socket_can_be_made_is_a_sentence(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("data", "code"),
+    "data, code",
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "oversize"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "oversize"),
@@ -282,7 +282,7 @@ async def test_a_client_gone_when_the_end_is_to_be_said_costs_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    "error, code",
     [
         (NotReady("not now"), "not_ready"),
         (EngineFailed("dead"), "engine_failed"),

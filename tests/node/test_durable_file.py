@@ -31,7 +31,7 @@ def test_a_failure_on_the_way_leaves_the_old_file_and_no_rest(tmp_path: Path) ->
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(TypeError), durable_file(path) as file:
-        file.write("not bytes")  # type: ignore[arg-type]
+        file.write("not bytes")  # type: ignore[call-overload]
     assert path.read_bytes() == b"old"
     assert not rests(tmp_path)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvasir_node.home_lock import HomeLock, holder_of
+from kvasir_node.home_lock import HomeLock, holder_of, is_locked
 from kvasir_proto.errors import AlreadyRunning, ConfigurationInvalid
 
 HOLDS = """
@@ -82,3 +82,15 @@ def test_nonsense_in_the_file_names_nobody(tmp_path: Path, content: bytes) -> No
     (tmp_path / "lock").write_bytes(content)
     assert holder_of(tmp_path / "lock") is None
     assert holder_of(tmp_path / "none") is None
+
+
+def test_looking_at_a_lock_takes_and_makes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path)
+    assert not path.exists()
+    with HomeLock(path):
+        assert is_locked(path)
+        assert holder_of(path) == os.getpid()
+    assert not is_locked(path)
+    with HomeLock(path):
+        pass

@@ -32,7 +32,6 @@ def found(files: SwarmFiles, key: Ed25519PrivateKey) -> Founding:
 
 
 def test_what_was_founded_is_loaded_again(files: SwarmFiles, key: Ed25519PrivateKey) -> None:
-    assert not files.is_founder
     founding = found(files, key)
     assert files.is_founder
     assert files.load_founding(key) == founding
@@ -102,6 +101,7 @@ def test_another_identity_cannot_take_the_founding_over(files: SwarmFiles, key: 
 
 
 def test_nothing_was_joined_in_a_fresh_home(files: SwarmFiles) -> None:
+    assert not files.is_founder
     assert files.load_joined() is None
     assert files.load() == (0, 0)
     assert files.load_plan() is None
