@@ -95,6 +95,7 @@ def run_session(
             if outcome.n_generated >= n_tokens or trunk.position + 1 >= trunk.n_ctx:
                 outcome.reason = "length"
                 return
+            check_authority()  # emitting may have taken long
             trunk.decode([token])
     finally:
         sampler.close()
