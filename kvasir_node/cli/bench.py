@@ -1,0 +1,185 @@
+"""`bench`: what a swarm on this machine costs beside one process, as one figure each."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import trio
+
+from kvasir_node.bench.machine import describe_machine, memory_bytes
+from kvasir_node.bench.rounds import (
+    MODES,
+    ONE_WORKER,
+    REFERENCE,
+    TWO_WORKERS,
+    Round,
+    decode_ratio,
+    layer_overhead_us,
+    median_of,
+    prefill_ratio,
+)
+from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, run_side_by_side
+from kvasir_node.bench.test_model import BENCH_SHAPE, size_bytes_of, write_test_model
+from kvasir_node.cli.measure import stored_model, working_directory
+from kvasir_node.cli.models import describe
+from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.locations import Locations
+from kvasir_node.model.store import SPARE_BYTES, StoredModel
+from kvasir_proto.errors import EngineFailed, ModelUnusable, OutOfTolerance
+
+SCHEMA_VERSION: Final = 1
+_QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit_s=60.0)
+_TRUNK_COPIES: Final = 3
+
+
+@click.command()
+@click.option("--rounds", type=click.IntRange(1, 1000), help="Rounds, each with every mode. Default: 9.")
+@click.option(
+    "--model", help="A GGUF file, or a model of this home. Default: a random 1.3 GB model, made once."
+)
+@click.option("--tokens", type=click.IntRange(1, 4096), help="Tokens decoded in a round. Default: 48.")
+@click.option("--quick", is_flag=True, help="Three short rounds: rougher figures.")
+@json_option
+@click.pass_obj
+def bench(
+    session: CommandSession,
+    rounds: int | None,
+    model: str | None,
+    tokens: int | None,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Measure speed beside a single process: swarms of one worker and of two, on this machine.
+
+    All run interleaved with one thread a process, mutual TLS on; figures are medians of per-round ratios to
+    the single process. Anything else that runs on the machine shows in them. Exit status 9 when a logit
+    differs.
+    """
+    session.configure()
+    settings = _QUICK if quick else BenchSettings()
+    settings = dataclasses.replace(
+        settings, n_rounds=rounds or settings.n_rounds, n_decode=tokens or settings.n_decode
+    )
+    stored = _bench_model(session.locations) if model is None else stored_model(session.locations, model)
+    _require_memory(stored)
+    machine = describe_machine()
+    with progress_on_stderr("writing the single process's model") as progress:
+        stored.reference_path(progress)
+    with working_directory(session.locations) as directory:
+        run = trio.run(run_side_by_side, stored, settings, directory, note)
+    document = _document(stored, settings, run, machine)
+    if as_json:
+        print_json(document)
+    else:
+        _print_report(document, run)
+    if run.max_abs_delta != 0.0:
+        raise OutOfTolerance(f"the largest difference between logits is {run.max_abs_delta:g}, not 0")
+
+
+def _bench_model(locations: Locations) -> StoredModel:
+    """The random test model, from the cache or made now. Raises `ModelUnusable` when there is no space."""
+    locations.prepare()
+    size_bytes = size_bytes_of()
+    path = locations.cache / f"bench-{BENCH_SHAPE.seed}.gguf"
+    if not path.exists() or path.stat().st_size != size_bytes:
+        # The model, the single process's copy of it, and the backbone file beside them.
+        needed_bytes = 2 * size_bytes + (size_bytes >> 3) + SPARE_BYTES
+        free_bytes = shutil.disk_usage(locations.cache).free
+        if free_bytes < needed_bytes:
+            raise ModelUnusable(
+                f"the benchmark's model takes {needed_bytes >> 20} MiB in {locations.cache}, where "
+                f"{free_bytes >> 20} MiB are free: make room, or name a model with --model"
+            )
+        with progress_on_stderr("making the model") as progress:
+            write_test_model(path, BENCH_SHAPE, progress)
+    return stored_model(locations, str(path))
+
+
+def _require_memory(stored: StoredModel) -> None:
+    """Three copies of the experts run at once. Raises `EngineFailed` rather than let the machine swap."""
+    available_bytes = memory_bytes("MemAvailable")
+    manifest = stored.manifest
+    needed_bytes = 3 * manifest.file_size_bytes + _TRUNK_COPIES * manifest.trunk_size_bytes()
+    if available_bytes is not None and available_bytes < needed_bytes:
+        raise EngineFailed(
+            f"the benchmark needs {needed_bytes >> 20} MiB of memory for three copies of the model, and "
+            f"{available_bytes >> 20} MiB are available: name a smaller model with --model"
+        )
+
+
+def _document(
+    stored: StoredModel, settings: BenchSettings, run: BenchRun, machine: dict[str, object]
+) -> dict[str, Any]:
+    rounds = run.rounds
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "decode_ratio": round(decode_ratio(rounds, ONE_WORKER), 4),
+        "decode_ratio_2_workers": round(decode_ratio(rounds, TWO_WORKERS), 4),
+        "prefill_ratio": round(prefill_ratio(rounds, ONE_WORKER), 4),
+        "prefill_ratio_2_workers": round(prefill_ratio(rounds, TWO_WORKERS), 4),
+        "layer_call_overhead_us": round(layer_overhead_us(rounds, ONE_WORKER, run.n_moe_layer), 1),
+        "layer_call_overhead_us_2_workers": round(layer_overhead_us(rounds, TWO_WORKERS, run.n_moe_layer), 1),
+        "cpu_ms_per_token": round(median_of(rounds, lambda each: each[ONE_WORKER].cpu_ms), 3),
+        "cpu_ms_per_token_by_process": {
+            mode: {
+                "backbone": round(median_of(rounds, lambda each: each[mode].backbone_cpu_ms), 3),
+                "workers": round(median_of(rounds, lambda each: each[mode].workers_cpu_ms), 3),
+            }
+            for mode in MODES
+        },
+        "tokens_per_second": {
+            mode: round(1e9 / median_of(rounds, lambda each: each[mode].token_ns), 2) for mode in MODES
+        },
+        "prefill_tokens_per_second": {
+            mode: round(settings.n_prefill * 1e9 / median_of(rounds, lambda each: each[mode].prefill_ns), 2)
+            for mode in MODES
+        },
+        "backbone_rss_bytes": run.backbone_rss_bytes,
+        "max_abs_delta": run.max_abs_delta,
+        "rows_retried": run.rows_retried,
+        "n_rounds": len(rounds),
+        "n_decode": settings.n_decode,
+        "n_prefill": settings.n_prefill,
+        "rounds": [{mode: _raw(each, mode) for mode in MODES} for each in rounds],
+        "machine": machine,
+        "model": describe(stored),
+    }
+
+
+def _raw(samples: Round, mode: str) -> dict[str, object]:
+    sample = samples[mode]
+    return {
+        "decode_us": [each // 1000 for each in sample.decode_ns],
+        "decode_ms_median": round(sample.token_ns / 1e6, 3),
+        "prefill_ms": round(sample.prefill_ns / 1e6, 3),
+        "backbone_cpu_ms_per_token": round(sample.backbone_cpu_ms, 3),
+        "workers_cpu_ms_per_token": round(sample.workers_cpu_ms, 3),
+    }
+
+
+def _print_report(document: dict[str, Any], run: BenchRun) -> None:
+    rows = []
+    for mode in MODES:
+        cpu = document["cpu_ms_per_token_by_process"][mode]
+        rows.append(
+            (
+                "single process" if mode == REFERENCE else mode,
+                f"{document['tokens_per_second'][mode]:.1f}",
+                f"{decode_ratio(run.rounds, mode):.3f}",
+                f"{layer_overhead_us(run.rounds, mode, run.n_moe_layer):.0f}",
+                f"{document['prefill_tokens_per_second'][mode]:.1f}",
+                f"{prefill_ratio(run.rounds, mode):.3f}",
+                f"{cpu['backbone']:.1f} + {cpu['workers']:.1f}",
+            )
+        )
+    print_table(("MODE", "DECODE TOK/S", "RATIO", "µS/LAYER", "PREFILL TOK/S", "RATIO", "CPU MS/TOKEN"), rows)
+    click.echo(
+        f"\n{document['n_rounds']} rounds; backbone {run.backbone_rss_bytes / 1e6:.0f} MB resident; largest "
+        f"difference of a logit {run.max_abs_delta:g}; {document['machine']['cpus']} CPUs, load "
+        f"{document['machine']['load_1_min']:g} before the start"
+    )

@@ -1,0 +1,220 @@
+"""`measure`: how far a swarm's numbers are from a single process's, one command for each level."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+import trio
+
+from kvasir_node.cli.generate import parse_token_ids
+from kvasir_node.cli.models import describe
+from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.locations import Locations
+from kvasir_node.measure.logits import (
+    LogitsMeasurement,
+    LogitsSettings,
+    default_chunks,
+    measure_logits,
+    parse_chunks,
+    random_tokens,
+)
+from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_proto.errors import OutOfTolerance, UsageError
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
+
+SCHEMA_VERSION: Final = 1
+_TOKENS_FILE_BYTES_MAX: Final = 16 << 20
+_POSITIONS_DEFAULT: Final = 128
+_TOKEN: Final = re.compile(r"\d+", re.ASCII)
+
+
+@click.group()
+def measure() -> None:
+    """Measure how far a swarm is from a single process."""
+
+
+@measure.command("logits")
+@click.option("--model", required=True, help="A GGUF file, or the name or digest of a model of this home.")
+@click.option("--token-ids", help="The tokens to feed, comma-separated.")
+@click.option("--tokens-file", type=click.Path(path_type=Path), help="A file of token ids.")
+@click.option(
+    "--positions", type=click.IntRange(1, CONTEXT_LENGTH_MAX), help="So many random tokens. Default: 128."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the random tokens."
+)
+@click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=1, show_default=True)
+@click.option(
+    "--holders",
+    type=click.IntRange(1, HOLDERS_MAX),
+    default=1,
+    show_default=True,
+    help="Workers that hold each expert.",
+)
+@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="In each engine.")
+@click.option(
+    "--ubatch",
+    type=click.IntRange(1, 4096),
+    default=512,
+    show_default=True,
+    help="Positions computed at once.",
+)
+@click.option("--chunks", help="Tokens of each decode, such as 256,1x32. Default: half at once, then singly.")
+@click.option("--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True)
+@click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
+@json_option
+@click.pass_obj
+def logits(
+    session: CommandSession,
+    model: str,
+    token_ids: str | None,
+    tokens_file: Path | None,
+    positions: int | None,
+    seed: int,
+    workers: int,
+    holders: int,
+    threads: int,
+    ubatch: int,
+    chunks: str | None,
+    kv_type: str,
+    require_exact: bool,
+    as_json: bool,
+) -> None:
+    """Compare the logits of a swarm of real processes with those of one process, position by position.
+
+    Statistics have the names that llama-perplexity gives them; the base is the single process.
+    """
+    session.configure()
+    if sum(option is not None for option in (token_ids, tokens_file, positions)) > 1:
+        raise UsageError("give one of --token-ids, --tokens-file and --positions")
+    if holders > workers:
+        raise UsageError(f"{holders} holders need as many workers, and there are {workers}")
+    tokens = parse_token_ids(token_ids) if tokens_file is None else _tokens_of(tokens_file)
+    if token_ids is not None and not tokens:
+        raise UsageError("--token-ids names no token")
+    n_tokens = len(tokens) or positions or _POSITIONS_DEFAULT
+    chunk_sizes = default_chunks(n_tokens) if chunks is None else parse_chunks(chunks)
+    if sum(chunk_sizes) != n_tokens:
+        raise UsageError(f"the chunks make {sum(chunk_sizes)} tokens, but there are {n_tokens}")
+    stored = stored_model(session.locations, model)
+    settings = LogitsSettings(
+        token_ids=tokens or random_tokens(n_tokens, stored.manifest.n_vocab, seed),
+        chunk_sizes=chunk_sizes,
+        n_workers=workers,
+        holders=holders,
+        n_threads=threads,
+        n_ubatch=ubatch,
+        kv_type=kv_type,
+    )
+    with working_directory(session.locations) as directory:
+        measured = trio.run(measure_logits, stored, settings, directory, note)
+    if as_json:
+        print_json(_document(stored, settings, measured))
+    else:
+        _print_report(settings, measured)
+    if require_exact and measured.comparison.max_abs_delta != 0.0:
+        raise OutOfTolerance(
+            f"the largest difference between logits is {measured.comparison.max_abs_delta:g}, not 0"
+        )
+
+
+def stored_model(locations: Locations, model: str) -> StoredModel:
+    """The model to measure: a file, taken into a store in the cache, or one that this home has.
+
+    Raises `ModelUnusable`.
+    """
+    locations.prepare()
+    path = Path(model)
+    if path.suffix != ".gguf" and not path.exists():
+        return ModelStore(locations.models).get(model)
+    with progress_on_stderr("reading the model") as progress:
+        return ModelStore(locations.cache / "models").add(path, progress)
+
+
+@contextlib.contextmanager
+def working_directory(locations: Locations) -> Iterator[Path]:
+    """A directory in the cache that only this user can enter, removed at the end with all that is in it."""
+    locations.prepare()
+    with tempfile.TemporaryDirectory(dir=locations.cache, prefix="measure-") as name:
+        yield Path(name)
+
+
+def _tokens_of(path: Path) -> tuple[int, ...]:
+    """Token ids from a file: numbers separated by white space or commas, also as a JSON list."""
+    try:
+        with path.open(encoding="ascii") as file:
+            text = file.read(_TOKENS_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise UsageError(f"{path} has other characters than digits, commas and white space") from None
+    if len(text) > _TOKENS_FILE_BYTES_MAX:
+        raise UsageError(f"{path} is too large for a list of tokens")
+    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    wrong = next((part for part in parts if not _TOKEN.fullmatch(part)), None)
+    if wrong is not None:
+        raise UsageError(f"{path} has {wrong[:20]!r} where a token id is expected")
+    if not 1 <= len(parts) <= CONTEXT_LENGTH_MAX:
+        raise UsageError(f"{path} has {len(parts)} tokens; it takes 1 to {CONTEXT_LENGTH_MAX}")
+    return parse_token_ids(",".join(parts))
+
+
+def _document(
+    stored: StoredModel, settings: LogitsSettings, measured: LogitsMeasurement
+) -> dict[str, object]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **dataclasses.asdict(measured.comparison),
+        "hook_calls": measured.hook_calls,
+        "moe_layers": len(stored.manifest.moe_layers),
+        "ubatches": measured.ubatches,
+        "backbone_expert_bytes": measured.backbone_expert_bytes,
+        "experts_missing_total": measured.experts_missing_total,
+        "rows_retried": measured.rows_retried,
+        "workers": settings.n_workers,
+        "holders": settings.holders,
+        "threads": settings.n_threads,
+        "ubatch": settings.n_ubatch,
+        "kv_type": settings.kv_type,
+        "processes": [dataclasses.asdict(each) for each in measured.processes],
+        "model": describe(stored),
+    }
+
+
+def _print_report(settings: LogitsSettings, measured: LogitsMeasurement) -> None:
+    compared = measured.comparison
+    rows: list[tuple[str, str]] = [
+        ("Positions", f"{compared.positions}"),
+        ("Maximum |delta| of a logit", f"{compared.max_abs_delta:g}"),
+        ("RMS delta of a logit", f"{compared.rms_delta:g}"),
+        ("First different position", f"{compared.first_difference}"),
+        ("Same top p", f"{100 * compared.top1_agreement:.3f} %"),
+        ("Positions with a margin under 1e-4", f"{compared.borderline_positions}"),
+        ("Mean    KLD", f"{compared.mean_kld:.6g}"),
+        ("Maximum KLD", f"{compared.maximum_kld:.6g}"),
+        ("99.0%   KLD", f"{compared.kld_99:.6g}"),
+        ("Median  KLD", f"{compared.median_kld:.6g}"),
+        ("Minimum KLD", f"{compared.minimum_kld:.6g}"),
+    ]
+    if compared.mean_ln_ppl_ratio is not None:
+        rows += [
+            ("Mean ln(PPL(Q)/PPL(base))", f"{compared.mean_ln_ppl_ratio:.6g}"),
+            ("Mean    Δp", f"{100 * (compared.mean_delta_p or 0.0):.4g} %"),
+            ("RMS Δp", f"{100 * (compared.rms_delta_p or 0.0):.4g} %"),
+        ]
+    rows += [
+        ("Hook calls", f"{measured.hook_calls}"),
+        ("Ubatches", f"{measured.ubatches}"),
+        ("Rows retried", f"{measured.rows_retried}"),
+        ("Experts' bytes in the backbone's file", f"{measured.backbone_expert_bytes}"),
+        ("Workers, holders of each expert", f"{settings.n_workers}, {settings.holders}"),
+    ]
+    print_table(("STATISTIC", "VALUE"), rows)

@@ -1,0 +1,163 @@
+"""Level "end-to-end logits": the same tokens through one process and through a swarm, every logit compared.
+
+Decides what has to be equal on both sides for the comparison to mean anything (DESIGN section 5): settings,
+chunks, ubatches; and that the reference ends before the swarm starts, so that a model needs its memory once.
+The swarm's engines, connections and plan are the real ones. It judges nothing: how far is too far is the
+caller's question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import trio
+
+from kvasir_node.local_swarm import RunSettings, evaluate_logits, start_local_swarm, start_reference
+from kvasir_node.measure.statistics import LogitsComparison, compare_logits, open_logits
+from kvasir_node.model.backbone_file import expert_bytes_of
+from kvasir_node.model.store import StoredModel
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.supervisor import Engine
+from kvasir_proto.errors import UsageError
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX
+
+_CHUNK: Final = re.compile(r"(\d{1,6})(?:x(\d{1,6}))?", re.ASCII)
+_CONTEXT_STEP: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsSettings:
+    """What is run. `chunk_sizes` are the tokens of each decode; they add up to the number of tokens."""
+
+    token_ids: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
+    n_workers: int = 1
+    holders: int = 1
+    n_threads: int = 1
+    n_ubatch: int = 512
+    kv_type: str = "f16"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeen:
+    """One engine process of the measurement: what it was and which experts it held."""
+
+    role: str
+    pid: int
+    backend: str
+    n_experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsMeasurement:
+    """The comparison, and what the swarm did for it. `ubatches` is how many llama.cpp made of the chunks."""
+
+    comparison: LogitsComparison
+    hook_calls: int
+    ubatches: int
+    rows_retried: int
+    experts_missing_total: int
+    backbone_expert_bytes: int
+    processes: tuple[EngineSeen, ...]
+
+
+def default_chunks(n_tokens: int) -> tuple[int, ...]:
+    """The first half at once as a prompt, the rest token by token: both of llama.cpp's paths are covered."""
+    n_prompt = (n_tokens + 1) // 2
+    return (n_prompt, *(1 for _ in range(n_tokens - n_prompt)))
+
+
+def parse_chunks(text: str) -> tuple[int, ...]:
+    """Chunk sizes from a list such as ``256,64,1x32`` (one of 256, one of 64, thirty-two of 1).
+
+    Raises `UsageError` for anything else.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _CHUNK.fullmatch(part.strip())
+        if match is None or int(match[1]) < 1 or (match[2] is not None and int(match[2]) < 1):
+            raise UsageError(f"chunks are sizes such as 256 or 1x32, separated by commas, not {part!r}")
+        count = int(match[2] or 1)
+        if len(sizes) + count > CONTEXT_LENGTH_MAX:
+            raise UsageError(f"there can be at most {CONTEXT_LENGTH_MAX} chunks")
+        sizes += [int(match[1])] * count
+    return tuple(sizes)
+
+
+def count_ubatches(chunk_sizes: Sequence[int], n_ubatch: int) -> int:
+    """How many pieces llama.cpp computes these chunks in."""
+    return sum(-(-size // n_ubatch) for size in chunk_sizes)
+
+
+def random_tokens(n_tokens: int, n_vocab: int, seed: int) -> tuple[int, ...]:
+    """Token ids drawn evenly from a vocabulary; the same for the same arguments everywhere."""
+    draws = np.random.Generator(np.random.PCG64(seed))
+    return tuple(int(each) for each in draws.integers(0, max(1, n_vocab), n_tokens))
+
+
+async def measure_logits(
+    model: StoredModel, settings: LogitsSettings, directory: Path, say: Callable[[str], None]
+) -> LogitsMeasurement:
+    """Run the reference, then the swarm, and compare. ``directory`` is private to this user.
+
+    ``say`` is told what begins. Two files of F32 logits, positions x vocabulary, are written to
+    ``directory``. Raises `UsageError` for a token outside the vocabulary, and what an engine reports.
+    """
+    n_tokens = len(settings.token_ids)
+    run_settings = RunSettings(
+        n_ctx=-(-n_tokens // _CONTEXT_STEP) * _CONTEXT_STEP,
+        n_ubatch=settings.n_ubatch,
+        n_threads=settings.n_threads,
+        kv_type=settings.kv_type,
+    )
+    base_path, run_path = directory / "reference.npy", directory / "swarm.npy"
+    async with open_unwrapping_nursery() as nursery:
+        say("the single process loads the whole model")
+        reference, trunk = await start_reference(nursery, model, run_settings, directory)
+        outside = [token for token in settings.token_ids if token >= trunk.n_vocab]
+        if outside:
+            raise UsageError(f"token id {outside[0]} is outside the vocabulary of {trunk.n_vocab}")
+        say(f"the single process computes {n_tokens} positions")
+        await evaluate_logits(reference, settings.token_ids, settings.chunk_sizes, base_path)
+        await reference.close()
+    async with open_unwrapping_nursery() as nursery:
+        say(f"a backbone and {settings.n_workers} worker(s) load their parts")
+        swarm = await start_local_swarm(
+            nursery,
+            model,
+            run_settings,
+            directory,
+            n_workers=settings.n_workers,
+            holders=settings.holders,
+        )
+        say(f"the swarm computes {n_tokens} positions")
+        evaluated = await evaluate_logits(swarm.backbone, settings.token_ids, settings.chunk_sizes, run_path)
+        statistics = json.loads(await swarm.backbone.statistics_json())
+        processes = [_seen(swarm.backbone, 0)]
+        for worker, node_id in zip(swarm.workers, swarm.worker_ids, strict=True):
+            processes.append(_seen(worker, len(swarm.plan.shard_of(node_id))))
+        for engine in (swarm.backbone, *swarm.workers):
+            await engine.close()
+    say("comparing")
+    comparison = await trio.to_thread.run_sync(
+        lambda: compare_logits(open_logits(base_path), open_logits(run_path), settings.token_ids)
+    )
+    return LogitsMeasurement(
+        comparison=comparison,
+        hook_calls=evaluated.hook_calls,
+        ubatches=count_ubatches(settings.chunk_sizes, settings.n_ubatch),
+        rows_retried=evaluated.rows_retried,
+        experts_missing_total=int(statistics["experts_missing_total"]),
+        backbone_expert_bytes=await trio.to_thread.run_sync(expert_bytes_of, model.backbone_path),
+        processes=tuple(processes),
+    )
+
+
+def _seen(engine: Engine, n_experts: int) -> EngineSeen:
+    return EngineSeen(role=engine.role, pid=engine.pid, backend=engine.backend, n_experts=n_experts)
