@@ -270,10 +270,12 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         raise RemoteProtocolError("the frame does not start with KVA1", code="malformed")
     if wire != _F32:
         raise RemoteProtocolError(f"wire type {wire} was not negotiated", code="malformed")
-    if kind == _KIND_DISPATCH:
-        return _parse_dispatch(data)
     if kind == _KIND_REPLY:
         return _parse_reply(data, code)
+    if code:
+        raise RemoteProtocolError("a code in a frame that is no reply", code="malformed")
+    if kind == _KIND_DISPATCH:
+        return _parse_dispatch(data)
     if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
         bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
         if payload_bytes > bound:
