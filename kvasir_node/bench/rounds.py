@@ -67,6 +67,11 @@ def median_of(rounds: Sequence[Round], figure: Callable[[Round], float]) -> floa
     return float(statistics.median(figure(each) for each in rounds))
 
 
+def median_in(rounds: Sequence[Round], mode: str, figure: Callable[[Sample], float]) -> float:
+    """The median over the rounds of a figure made from one mode's sample."""
+    return median_of(rounds, lambda each: figure(each[mode]))
+
+
 def decode_ratio(rounds: Sequence[Round], mode: str) -> float:
     """Decoded tokens a second of `mode`, divided by those of the reference."""
     return median_of(rounds, lambda each: each[REFERENCE].token_ns / each[mode].token_ns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -19,7 +18,7 @@ from kvasir_node.bench.rounds import (
     Round,
     decode_ratio,
     layer_overhead_us,
-    median_of,
+    median_in,
     prefill_ratio,
 )
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, run_side_by_side
@@ -34,7 +33,6 @@ from kvasir_proto.errors import EngineFailed, ModelUnusable, OutOfTolerance
 
 SCHEMA_VERSION: Final = 1
 _QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit_s=60.0)
-_TRUNK_COPIES: Final = 3
 
 
 @click.command()
@@ -101,10 +99,9 @@ def _bench_model(locations: Locations) -> StoredModel:
 
 
 def _require_memory(stored: StoredModel) -> None:
-    """Three copies of the experts run at once. Raises `EngineFailed` rather than let the machine swap."""
+    """Three copies of the model are held at once. Raises `EngineFailed` rather than let the machine swap."""
     available_bytes = memory_bytes("MemAvailable")
-    manifest = stored.manifest
-    needed_bytes = 3 * manifest.file_size_bytes + _TRUNK_COPIES * manifest.trunk_size_bytes()
+    needed_bytes = 3 * stored.manifest.file_size_bytes
     if available_bytes is not None and available_bytes < needed_bytes:
         raise EngineFailed(
             f"the benchmark needs {needed_bytes >> 20} MiB of memory for three copies of the model, and "
@@ -124,19 +121,19 @@ def _document(
         "prefill_ratio_2_workers": round(prefill_ratio(rounds, TWO_WORKERS), 4),
         "layer_call_overhead_us": round(layer_overhead_us(rounds, ONE_WORKER, run.n_moe_layer), 1),
         "layer_call_overhead_us_2_workers": round(layer_overhead_us(rounds, TWO_WORKERS, run.n_moe_layer), 1),
-        "cpu_ms_per_token": round(median_of(rounds, lambda each: each[ONE_WORKER].cpu_ms), 3),
+        "cpu_ms_per_token": round(median_in(rounds, ONE_WORKER, lambda each: each.cpu_ms), 3),
         "cpu_ms_per_token_by_process": {
             mode: {
-                "backbone": round(median_of(rounds, lambda each: each[mode].backbone_cpu_ms), 3),
-                "workers": round(median_of(rounds, lambda each: each[mode].workers_cpu_ms), 3),
+                "backbone": round(median_in(rounds, mode, lambda each: each.backbone_cpu_ms), 3),
+                "workers": round(median_in(rounds, mode, lambda each: each.workers_cpu_ms), 3),
             }
             for mode in MODES
         },
         "tokens_per_second": {
-            mode: round(1e9 / median_of(rounds, lambda each: each[mode].token_ns), 2) for mode in MODES
+            mode: round(1e9 / median_in(rounds, mode, lambda each: each.token_ns), 2) for mode in MODES
         },
         "prefill_tokens_per_second": {
-            mode: round(settings.n_prefill * 1e9 / median_of(rounds, lambda each: each[mode].prefill_ns), 2)
+            mode: round(1e9 / median_in(rounds, mode, lambda each: each.prefill_ns / each.n_prefill), 2)
             for mode in MODES
         },
         "backbone_rss_bytes": run.backbone_rss_bytes,
