@@ -110,8 +110,8 @@ def connect_pinned(
         connection = context.wrap_socket(sock, server_side=False)
     except BaseException as error:
         sock.close()
-        if isinstance(error, ValueError) and not isinstance(error, OSError):
-            # A name that no resolver takes; a failed verification is an OSError as well.
+        if isinstance(error, ValueError | TypeError) and not isinstance(error, OSError):
+            # A name that no resolver takes. A failed verification is a ValueError and an OSError.
             raise RemoteProtocolError(f"{host!r} cannot be dialled: {error}", code="bad_address") from error
         raise
     try:

@@ -146,7 +146,7 @@ class WorkerEngine:
             prepare_socket(listener)
             listener.bind((message.host, message.port))
             listener.listen(16)
-        except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+        except (OSError, ValueError, TypeError) as error:  # the last two: a name that no resolver takes
             listener.close()
             reason = error.strerror if isinstance(error, OSError) else str(error)
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
