@@ -1,0 +1,147 @@
+"""`measure logits` and `bench` with real processes: exact, sharded, and refusing what is no model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvasir_node.cli import main
+from kvasir_proto.errors import ModelUnusable, UsageError
+from tests.model_makers import ModelShape, make_deepseek2, make_dense, make_qwen3moe, quantise
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+SMALL = ModelShape(n_layer=2)
+
+
+def measure(
+    capsys: pytest.CaptureFixture[str], home: Path, model: Path, *arguments: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON object (empty when there is none) and standard error."""
+    status = main(["--home", str(home), "measure", "logits", "--model", str(model), *arguments, "--json"])
+    captured = capsys.readouterr()
+    return status, json.loads(captured.out) if captured.out else {}, captured.err
+
+
+def test_three_workers_with_a_third_of_the_experts_each_are_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    status, document, progress = measure(
+        capsys, tmp_path / "home", model, "--token-ids", "1,2,3", "--workers", "3", "--require-exact"
+    )
+    assert status == 0, progress
+    assert document["max_abs_delta"] == 0.0
+    assert (document["top1_agreement"], document["mean_kld"]) == (1.0, 0.0)
+    assert (document["positions"], document["moe_layers"], document["ubatches"]) == (3, 2, 2)
+    assert document["hook_calls"] == document["moe_layers"] * document["ubatches"]
+    assert (document["backbone_expert_bytes"], document["experts_missing_total"]) == (0, 0)
+    workers = [each for each in document["processes"] if each["role"] == "worker"]
+    assert len({each["pid"] for each in document["processes"]}) == 4
+    assert sum(each["n_experts"] for each in workers) == 2 * SMALL.n_expert
+    assert max(each["n_experts"] for each in workers) < SMALL.n_expert
+    assert "the swarm computes 3 positions" in progress
+    assert not list((tmp_path / "home" / "cache").glob("measure-*"))
+
+
+def test_dense_layers_shared_experts_and_quantised_rows_in_uneven_ubatches_are_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ModelShape(n_layer=3, n_embd=256, n_ff=256)
+    source = make_deepseek2(tmp_path / "source.gguf", shape)
+    model = quantise(source, tmp_path / "model.gguf", "Q4_K_M")
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text("[" + ", ".join(str(7 * each % 96) for each in range(45)) + "]\n")
+    status, document, progress = measure(
+        *(capsys, tmp_path / "home", model, "--tokens-file", str(tokens), "--workers", "2"),
+        *("--holders", "2", "--ubatch", "16", "--chunks", "37,5,1x3", "--kv-type", "f32", "--require-exact"),
+    )
+    assert status == 0, progress
+    assert (document["positions"], document["ubatches"], document["moe_layers"]) == (45, 3 + 1 + 3, 2)
+    assert document["hook_calls"] == 2 * 7
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lie_about_sizes(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[8:16] = struct.pack("<Q", 2**40)  # the count of tensors
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut_short, lie_about_sizes, lambda path: path.write_text("no model")])
+def test_a_damaged_file_is_refused_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    damage(model)
+    status, document, progress = measure(capsys, tmp_path / "home", model, "--token-ids", "1,2,3")
+    assert status == ModelUnusable.exit_code
+    assert document == {}
+    assert progress.startswith("kvasir-node: ")
+    assert "model.gguf" in progress
+
+
+def test_a_model_without_experts_or_without_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_dense(tmp_path / "model.gguf", SMALL)
+    status, _, progress = measure(capsys, tmp_path / "home", model, "--token-ids", "1")
+    assert status == ModelUnusable.exit_code
+    assert "Mixture" in progress
+    status, _, progress = measure(capsys, tmp_path / "home", tmp_path / "none.gguf", "--token-ids", "1")
+    assert status == ModelUnusable.exit_code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--token-ids", "1,2", "--positions", "3"),
+        ("--token-ids", ""),
+        ("--token-ids", "1,x"),
+        ("--positions", "0"),
+        ("--positions", "4", "--chunks", "3"),
+        ("--positions", "4", "--holders", "2"),
+        ("--tokens-file", "/nowhere"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    status, _, _ = measure(capsys, tmp_path / "home", tmp_path / "never-opened.gguf", *arguments)
+    assert status == UsageError.exit_code
+
+
+def test_a_token_outside_the_vocabulary_is_a_mistake_of_the_caller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    status, _, progress = measure(capsys, tmp_path / "home", model, "--token-ids", "1,96")
+    assert status == UsageError.exit_code
+    assert "96" in progress
+
+
+def test_a_short_benchmark_gives_every_figure_and_equal_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    arguments = ["bench", "--model", str(model), "--rounds", "1", "--tokens", "2", "--json"]
+    assert main(["--home", str(tmp_path / "home"), *arguments]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["max_abs_delta"] == 0.0
+    assert (document["n_rounds"], document["rows_retried"]) == (1, 0)
+    for name in ("decode_ratio", "decode_ratio_2_workers", "prefill_ratio_2_workers", "cpu_ms_per_token"):
+        assert document[name] > 0
+    assert isinstance(document["layer_call_overhead_us"], float)
+    assert document["backbone_rss_bytes"] > 0
+    assert set(document["rounds"][0]) == {"reference", "1 worker", "2 workers"}
+    assert len(document["rounds"][0]["1 worker"]["decode_us"]) == 2
+    assert "round 1 of 1" in captured.err
