@@ -8,12 +8,14 @@ critical extensions it does not know; it is our own check that demands it.
 from __future__ import annotations
 
 import datetime
+import warnings
 from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import NameOID
 
 from kvasir_proto.certificate import ENGINE_EXTENSION_OID, EngineBinding, verify_binding
@@ -27,6 +29,7 @@ _OID = x509.ObjectIdentifier(ENGINE_EXTENSION_OID)
 
 _NOT_A_CERTIFICATE = (
     ValueError,
+    CryptographyDeprecationWarning,
     UnsupportedAlgorithm,
     x509.DuplicateExtension,
     x509.ExtensionNotFound,
@@ -93,9 +96,12 @@ def verify_engine_certificate(
     Raises `RemoteProtocolError`: ``malformed`` for what is no certificate of ours, or as `verify_binding`.
     """
     try:
-        certificate = x509.load_der_x509_certificate(certificate_der)
-        extension = certificate.extensions.get_extension_for_oid(_OID).value
-        key = public_der(certificate.public_key())
+        with warnings.catch_warnings():
+            # What a later release of the library will refuse is refused now, and not printed.
+            warnings.simplefilter("error", CryptographyDeprecationWarning)
+            certificate = x509.load_der_x509_certificate(certificate_der)
+            extension = certificate.extensions.get_extension_for_oid(_OID).value
+            key = public_der(certificate.public_key())
     except _NOT_A_CERTIFICATE as error:
         raise RemoteProtocolError("not an engine's certificate", code="malformed") from error
     assert isinstance(extension, x509.UnrecognizedExtension)
