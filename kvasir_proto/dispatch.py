@@ -25,7 +25,10 @@ import msgpack
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 
 HEADER_BYTES: Final = 80
-"""Size of every frame's header; a REPLY's SHA-256 is its last 32 bytes."""
+"""Size of every frame's header."""
+
+DIGEST_OFFSET: Final = 48
+"""Where in its header a REPLY's SHA-256 begins; it is the header's last 32 bytes."""
 
 PAIRS_MAX: Final = 65_536
 """(row, expert) pairs in one dispatch: a ubatch of 4,096 tokens with 16 experts each."""
@@ -45,7 +48,7 @@ _DISPATCH: Final = struct.Struct("<4sBBHQQIIIIII")  # + epoch, term, layer, prog
 _REPLY: Final = struct.Struct("<4sBBHQQQQI4x32s")  # + received_ns, compute_ns, n_pairs, SHA-256
 
 assert _DISPATCH.size <= HEADER_BYTES
-assert _REPLY.size <= HEADER_BYTES
+assert _REPLY.size == HEADER_BYTES == DIGEST_OFFSET + 32
 
 
 class FrameKind(enum.IntEnum):

@@ -36,6 +36,7 @@ FRAME_TIMEOUT_S: Final = 120.0
 BUFFER_BYTES: Final = 64 * 1024
 """What a connection's buffers start with. They grow with what arrives, not with what a header announces."""
 
+_NO_DIGEST: Final = bytes(32)
 _CODE_OF_ERROR: Final = {code.name.lower(): code for code in ReplyCode}
 
 
@@ -177,7 +178,7 @@ class BackboneConnection:
                 self._open(payload)
             else:
                 self._learn_program(header.program, payload)
-            self._send_rows(header.request_id, received_ns, 0, 0, 0, bytes(32))
+            self._acknowledge(header.request_id, received_ns)
         except RemoteProtocolError as error:
             self._refuse(header.request_id, error)
         except (KvasirError, LocalProtocolError) as error:
@@ -234,15 +235,10 @@ class BackboneConnection:
                 out_address=self._outgoing_address + dispatch.HEADER_BYTES,
             )
             compute_ns = time.monotonic_ns() - started_ns
-        view = memoryview(self._outgoing)
-        digest = dispatch.reply_digest(
-            memoryview(self._incoming)[:size],
-            view[dispatch.HEADER_BYTES : dispatch.HEADER_BYTES + payload_bytes],
-        )
         self._counters.requests += 1
         self._counters.rows += header.n_pairs
         self._counters.compute_ns += compute_ns
-        self._send_rows(header.request_id, received_ns, compute_ns, header.n_pairs, payload_bytes, digest)
+        self._send_rows(header, size, payload_bytes, received_ns, compute_ns)
 
     def _row_widths(self, layer: int, program: int) -> tuple[int, int]:
         """As the kernel says; asked once. Bounded by what the kernel accepts, not by what a backbone asks."""
@@ -253,26 +249,44 @@ class BackboneConnection:
         return widths
 
     def _send_rows(
-        self,
-        request_id: int,
-        received_ns: int,
-        compute_ns: int,
-        n_pairs: int,
-        payload_bytes: int,
-        digest: bytes,
+        self, header: DispatchHeader, size: int, payload_bytes: int, received_ns: int, compute_ns: int
     ) -> None:
-        """Send the reply whose payload already lies behind the header's place in the outgoing buffer."""
+        """Send the reply whose rows already lie behind the header's place in the outgoing buffer.
+
+        What needs no digest goes first: the backbone takes longer to wake up than the digest takes.
+        """
+        end = dispatch.HEADER_BYTES + payload_bytes
+        rows = memoryview(self._outgoing)
         dispatch.pack_reply_into(
             self._outgoing,
-            request_id=request_id,
+            request_id=header.request_id,
             code=ReplyCode.OK,
             payload_bytes=payload_bytes,
-            n_pairs=n_pairs,
+            n_pairs=header.n_pairs,
             received_ns=received_ns,
             compute_ns=compute_ns,
-            digest=digest,
+            digest=_NO_DIGEST,
         )
-        self._connection.sendall(memoryview(self._outgoing)[: dispatch.HEADER_BYTES + payload_bytes])
+        self._connection.sendall(rows[: dispatch.DIGEST_OFFSET])
+        rows[dispatch.DIGEST_OFFSET : dispatch.HEADER_BYTES] = dispatch.reply_digest(
+            memoryview(self._incoming)[:size], rows[dispatch.HEADER_BYTES : end]
+        )
+        self._connection.sendall(rows[dispatch.DIGEST_OFFSET : end])
+
+    def _acknowledge(self, request_id: int, received_ns: int) -> None:
+        """Send the reply to a frame that asks for no rows."""
+        frame = bytearray(dispatch.HEADER_BYTES)
+        dispatch.pack_reply_into(
+            frame,
+            request_id=request_id,
+            code=ReplyCode.OK,
+            payload_bytes=0,
+            n_pairs=0,
+            received_ns=received_ns,
+            compute_ns=0,
+            digest=_NO_DIGEST,
+        )
+        self._connection.sendall(frame)
 
     def _refuse(self, request_id: int, error: RemoteProtocolError) -> None:
         self._counters.refusals += 1
