@@ -351,13 +351,14 @@ class Dispatcher:
             place = self._places[index]
             assert place is not None
             pairs = grouped.values[start : start + count]
-            frame, n_rows = self._pack(place, grouped.address + 4 * start, count)
+            pairs_address = grouped.address + 4 * start
+            frame, n_rows = self._pack(place, pairs_address, count)
             start += count
             if isinstance(place.holder, LocalHolder):
                 place.frame = None  # until it is computed: a retry in between must not pack over it
                 local.append((place, place.holder, frame, pairs, n_rows))
             else:
-                self._submit(place.holder, frame, pairs, n_rows)
+                self._submit(place.holder, frame, pairs, pairs_address, n_rows)
                 sending.append(index)
         for index in sending:
             self._send(index)
@@ -401,7 +402,9 @@ class Dispatcher:
         )
         return frame, n_rows
 
-    def _submit(self, holder: RemoteHolder, frame: _FrameBuffer, pairs: PairIndices, n_rows: int) -> None:
+    def _submit(
+        self, holder: RemoteHolder, frame: _FrameBuffer, pairs: PairIndices, pairs_address: int, n_rows: int
+    ) -> None:
         call = self._call
         epoch, term = self._authority
         now_ns = time.monotonic_ns()
@@ -455,6 +458,7 @@ class Dispatcher:
                 call.n_embd_out,
                 now_ns,
                 holder.deadline_for(n_pairs, now_ns),
+                pairs_address=pairs_address,
             )
         )
 
@@ -479,19 +483,19 @@ class Dispatcher:
         except ProtocolError as error:
             raise EngineFailed(f"the backbone's own experts refuse layer {call.layer}: {error}") from error
         self._rows_by_holder[holder.node_id] += len(pairs)
-        bad = self._scatter(rows.ctypes.data, pairs)
+        bad = self._scatter(rows.ctypes.data, pairs.ctypes.data, len(pairs))
         if bad >= 0:
             self._require_finite_input(int(pairs[bad]))
             raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
 
-    def _scatter(self, rows_address: int, pairs: PairIndices) -> int:
+    def _scatter(self, rows_address: int, pairs_address: int, n_pairs: int) -> int:
         """Copy rows to their slots. Returns -1, or the index of the first row that is not finite."""
         call = self._call
         bad = self._native.scatter_rows(
-            rows_address, pairs.ctypes.data, len(pairs), call.n_embd_out, call.out_address
+            rows_address, pairs_address, n_pairs, call.n_embd_out, call.out_address
         )
         if bad < 0:
-            self._filled += len(pairs)
+            self._filled += n_pairs
         return bad
 
     def _send(self, index: int) -> None:
@@ -514,21 +518,20 @@ class Dispatcher:
             raise DecodeAborted
         if self._check is not None:
             self._check()
-        deadline_ns = min(
-            (
-                place.holder.outstanding[0].deadline_ns
-                for place in self._places
-                if place and isinstance(place.holder, RemoteHolder) and place.holder.outstanding
-            ),
-            default=0,
-        )
+        deadline_ns = 0
+        for place in self._places:
+            if place and isinstance(place.holder, RemoteHolder) and place.holder.outstanding:
+                due_ns = place.holder.outstanding[0].deadline_ns
+                if not deadline_ns or due_ns < deadline_ns:
+                    deadline_ns = due_ns
         assert deadline_ns, "rows are missing and nobody owes them"
         wait_ms = max(0, (deadline_ns - time.monotonic_ns() + 999_999) // 1_000_000)
         for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
             index = self._index_of_descriptor.get(descriptor)
             if index is not None:
                 self._move(index, events)
-        self._lose_late()
+        if time.monotonic_ns() >= deadline_ns:
+            self._lose_late()
 
     def _move(self, index: int, events: int) -> None:
         place = self._places[index]
@@ -559,11 +562,11 @@ class Dispatcher:
             self._lose(index, f"refused_{header.code.name.lower()}", reason)
             return False
         self._bytes_received += dispatch.HEADER_BYTES + len(payload)
-        if request.abandoned or not len(request.pairs):
+        n_pairs = len(request.pairs)
+        if request.abandoned or not n_pairs:
             return True
-        holder.rate.learn(header.compute_ns, time.monotonic_ns() - request.submitted_ns, len(request.pairs))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(payload))
-        bad = self._scatter(address, request.pairs)
+        holder.rate.learn(header.compute_ns, time.monotonic_ns() - request.submitted_ns, n_pairs)
+        bad = self._scatter(holder.payload_address, request.pairs_address, n_pairs)
         if bad >= 0:
             self._require_finite_input(int(request.pairs[bad]))
             holder.outstanding.appendleft(request)

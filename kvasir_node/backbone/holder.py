@@ -1,12 +1,13 @@
 """Holders: the places a dispatch can send rows to, and one connection's half-finished frames.
 
-`RemoteHolder` is the backbone's end of one pinned TLS connection. It never blocks: the dispatcher moves all
-connections forward together, so that a stopped worker delays nobody else's request. `LocalHolder` is the
-backbone's own copy of some experts, called in the process. Neither knows what to do about a failure.
+`RemoteHolder` is the backbone's end of one pinned TLS connection. It blocks for a millisecond at most: the
+dispatcher moves all connections forward together, so that a stopped worker delays nobody else's request. It
+does not know what to do about a failure.
 """
 
 from __future__ import annotations
 
+import ctypes
 import ssl
 import time
 from collections import deque
@@ -64,6 +65,8 @@ class Request:
     submitted_ns: int
     deadline_ns: int
     abandoned: bool = False
+    pairs_address: int = 0
+    """Where the indices in ``pairs`` lie; numpy takes a microsecond to tell."""
 
 
 @dataclass(slots=True)
@@ -100,10 +103,12 @@ class RemoteHolder:
     _sending: deque[Request] = field(default_factory=deque)
     _received: int = 0
     _incoming: bytearray = field(default_factory=lambda: bytearray(64 * 1024))
+    _incoming_address: int = 0
     _header: ReplyHeader | None = None
 
     def __post_init__(self) -> None:
         self.connection.settimeout(_PATIENCE_S)
+        self._incoming_address = _address_of(self._incoming)
 
     def deadline_for(self, n_pairs: int, now_ns: int) -> int:
         """When a reply for ``n_pairs`` is late: RTT + 4 x predicted compute + floor, behind what waits."""
@@ -175,6 +180,12 @@ class RemoteHolder:
             grown = bytearray(size_bytes)
             grown[: self._received] = self._incoming[: self._received]
             self._incoming = grown
+            self._incoming_address = _address_of(grown)
+
+    @property
+    def payload_address(self) -> int:
+        """Where the payload of the reply taken last lies, as long as its view is valid."""
+        return self._incoming_address + dispatch.HEADER_BYTES
 
     def _check_header(self) -> ReplyHeader:
         header = dispatch.parse_header(self._incoming)
@@ -235,6 +246,10 @@ def open_remote_holder(node_id: NodeId, connection: ssl.SSLSocket, open_payload:
         connection.close()
         raise
     return RemoteHolder(node_id, connection, rtt_ns=rtt_ns)
+
+
+def _address_of(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _receive_exactly(connection: ssl.SSLSocket, count: int, deadline: float) -> bytes:
