@@ -207,6 +207,8 @@ class Engine:
 
         waiter = _Waiter(matches, trio.Event())
         self._waiters.append(waiter)
+        if self.has_ended:
+            waiter.arrived.set()
         try:
             with trio.move_on_after(timeout_s):
                 if message is not None:

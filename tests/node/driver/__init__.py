@@ -1,0 +1,1 @@
+"""The duties, each against the world in memory and on a mock clock."""
