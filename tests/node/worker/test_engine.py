@@ -391,6 +391,7 @@ def test_a_stranger_that_dawdles_is_cut_off(serving: Worker, monkeypatch: pytest
 
 def test_strangers_cannot_keep_the_backbone_out(serving: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(engine_module, "HANDSHAKE_TIMEOUT_S", 100.0)  # so that it is not time that ends them
     strangers = [serving.raw() for _ in range(6)]
     for each in strangers[:2]:
         assert is_ended(each)  # the oldest gave way
