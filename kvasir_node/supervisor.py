@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.backoff import retry_delay_s
 from kvasir_node.ports import EnginePort
 from kvasir_node.telemetry import LogFormat, LogLevel, get_logger
 from kvasir_proto.certificate import bind_engine
@@ -85,11 +86,6 @@ _ERROR_OF_EXIT_CODE: Final[dict[int, type[KvasirError]]] = {
 ReplyT = TypeVar("ReplyT")
 
 
-def restart_delay_s(failures_in_a_row: int) -> float:
-    """Seconds to wait before the next start: doubling from 1 s to a minute."""
-    return float(min(_RESTART_DELAY_FIRST_S * 2.0 ** max(0, failures_in_a_row - 1), _RESTART_DELAY_MAX_S))
-
-
 async def load_trunk(engine: EnginePort, request: LoadTrunk) -> TrunkLoaded:
     """Have an engine load its trunk. Raises `ModelUnusable` also when llama.cpp aborts on the file.
 
@@ -127,7 +123,7 @@ async def keep_running(
             note_failure(error)
         first = False
         failures = 1 if between(started, now()) > STEADY_AFTER else failures + 1
-        await trio.sleep(restart_delay_s(failures))
+        await trio.sleep(retry_delay_s(failures, _RESTART_DELAY_FIRST_S, _RESTART_DELAY_MAX_S))
 
 
 def error_of_fault(fault: EngineFault) -> KvasirError:

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.roster import HEARTBEAT_INTERVAL_MS, Roster
 from kvasir_node.engine.certificate import verify_engine_certificate
@@ -80,6 +81,7 @@ LEASE_RENEWAL_S: Final = 0.4
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
 _MEMBER_SILENCE_S: Final = 10.0
+_RETRY_DELAY_FIRST_S: Final = 1.0
 _RETRY_DELAY_MAX_S: Final = 15.0
 _ADDRESS: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]{1,5}/p2p/(?P<node>[^/]+)", re.ASCII)
 
@@ -541,7 +543,7 @@ class BackboneDuty:
             failures = 1 if between(started, self._now()) > STEADY_AFTER else failures + 1
             if member.state == "unreachable":
                 self._note_change()
-                with trio.move_on_after(min(0.5 * 2.0**failures, _RETRY_DELAY_MAX_S)):
+                with trio.move_on_after(retry_delay_s(failures, _RETRY_DELAY_FIRST_S, _RETRY_DELAY_MAX_S)):
                     await self._wait_holder(node_id)
 
     async def _connect_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:

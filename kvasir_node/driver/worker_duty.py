@@ -17,6 +17,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node import __version__
+from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.backbone_duty import engine_report, model_report
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.engine.certificate import verify_engine_certificate
@@ -71,6 +72,7 @@ log = get_logger()
 ENGINE_TIMEOUT_S: Final = 30.0
 TOKEN_LIFETIME_NS: Final = 10_000_000_000
 RECORD_LIFETIME: Final = seconds(3600)
+JOIN_DELAY_FIRST_S: Final = 0.5
 JOIN_DELAY_MAX_S: Final = 15.0
 LEAVE_TIMEOUT_S: Final = 2.0
 """How long a node that stops waits for the backbone to have heard that it leaves."""
@@ -396,7 +398,7 @@ class WorkerDuty:
                 if between(started, self._now()) > STEADY_AFTER:
                     failures = 0
             failures += 1
-            await trio.sleep(min(0.25 * 2.0**failures, JOIN_DELAY_MAX_S))
+            await trio.sleep(retry_delay_s(failures, JOIN_DELAY_FIRST_S, JOIN_DELAY_MAX_S))
 
     async def _be_member(self, address: str) -> None:
         """One membership, from hello to the end of the stream, which is an exception unless we leave."""

@@ -407,6 +407,20 @@ async def test_a_worker_that_cannot_be_connected_is_tried_again_and_the_others_s
         await until(lambda: founder.state == "ready")
 
 
+async def test_a_worker_that_cannot_load_its_shard_is_asked_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder = world.found()
+        worker = world.join(1, founder)
+        fault = EngineFault(None, "model_unusable", "the file is damaged", ModelUnusable.exit_code)
+        worker.engines.before_start = lambda engine: engine.refusals.update({LoadShard: fault})
+        await trio.sleep(600.0)
+        assert founder.member(worker)["reason"] == "the file is damaged"
+        worker.engines.last.refusals.clear()
+        await wait_state(founder, "ready")
+
+
 async def converse(world: World, founder: TwinFounder, number: int = 50) -> tuple[MemoryHost, MemoryStream]:
     """A node of the test's own that says what it likes, after hello."""
     host = world.network.host(node_of(node_key(number)))

@@ -214,6 +214,18 @@ async def test_with_only_a_dead_bootstrap_it_stays_up_and_says_so(
         assert trio.current_time() - started < JOIN_DELAY_MAX_S + 15.0
 
 
+async def test_a_night_without_the_backbone_is_survived(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, worker = await member(world, tmp_path)
+        world.network.drop(backbone.node_id)
+        await trio.sleep(12 * 3600.0)
+        assert worker.state == "isolated"
+        world.network.serve(backbone.node_id, backbone.serve)
+        await until(lambda: worker.state == "joining")
+
+
 async def test_any_bootstrap_address_that_answers_will_do(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
