@@ -1,0 +1,197 @@
+"""What every command has in common: help, exit statuses, clean streams, strange surroundings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvasir_node import cli
+from kvasir_node.home_lock import HomeLock
+from tests.node.cli.invocation import TIMEOUT_S, call, call_process
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+
+def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    outcome = call_process(home=home)
+    assert outcome.status == 0
+    for command in ("demo", "init", "run", "status", "generate", "models", "stop", "version"):
+        assert f"  {command} " in outcome.out
+    assert "3 not running" in outcome.out
+    assert outcome.err == ""
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nosuch",),
+        ("--nosuch",),
+        ("status", "--nosuch"),
+        ("run", "--listen-port", "x"),
+        ("run", "surplus"),
+        ("generate",),
+        ("generate", "text", "--token-ids", "1"),
+        ("generate", ""),
+        ("generate", "--token-ids", "1,x"),
+        ("generate", "--token-ids", "-1"),
+        ("generate", "--token-ids", str(2**31)),
+        ("generate", "text", "--tokens", "0"),
+        ("generate", "text", "--temperature", "-1"),
+        ("generate", "text", "--temperature", "nan"),
+        ("generate", "text", "--top-p", "1.5"),
+        ("generate", "text", "--seed", "-1"),
+        ("demo", "--workers", "0"),
+        ("demo", "--kill-worker", "--workers", "2"),
+        ("demo", "--prompt", ""),
+        ("init", "--model", "x"),
+        ("models", "add"),
+        ("stop", "--timeout", "-1"),
+    ],
+)
+def test_a_wrong_call_exits_2_and_says_so_on_standard_error(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    outcome = call(*arguments, home=tmp_path)
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert outcome.err != ""
+
+
+@pytest.mark.parametrize("command", ["status", "generate text", "stop"])
+def test_without_a_daemon_the_status_is_3(tmp_path: Path, command: str) -> None:
+    outcome = call(*command.split(), home=tmp_path)
+    assert outcome.status == 3
+    assert "no daemon runs in this home" in outcome.out + outcome.err
+
+
+def test_status_says_that_nothing_runs_as_json_too(tmp_path: Path) -> None:
+    outcome = call("status", "--json", home=tmp_path)
+    assert outcome.status == 3
+    assert outcome.document["state"] == "not running"
+    assert outcome.err == ""
+    outcome = call("status", "--check", home=tmp_path)
+    assert (outcome.status, outcome.out, outcome.err) == (3, "", "")
+
+
+@pytest.mark.parametrize(
+    "arguments, content, said",
+    [
+        (("status",), "nonsense = ", "is not valid TOML"),
+        (("status",), 'log.colour = "red"', "log.colour"),
+        (("run",), "[listen]\nport = 70000", "listen.port"),
+        (("run", "--listen-port", "70000"), "", "--listen-port"),
+        (("run", "--listen-host", "nowhere"), "", "--listen-host"),
+        (("run", "--bootstrap", "nonsense"), "", "swarm.bootstrap"),
+        (("run",), "", "found a swarm with 'kvasir-node init --found'"),
+        (("--log-level", "loud", "status"), "", "log.level"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_exits_6_and_names_the_place(
+    tmp_path: Path, arguments: tuple[str, ...], content: str, said: str
+) -> None:
+    (tmp_path / "kvasir.toml").write_text(content)
+    outcome = (
+        call("--log-level", "error", *arguments, home=tmp_path)
+        if "loud" not in arguments
+        else (call(*arguments, home=tmp_path))
+    )
+    assert outcome.status == 6, outcome
+    assert outcome.out == ""
+    assert said in outcome.sentence
+
+
+def test_an_unknown_variable_exits_6(tmp_path: Path) -> None:
+    outcome = call_process("status", home=tmp_path, environment={"KVASIR_LISTEN_PROT": "1"})
+    assert outcome.status == 6
+    assert "did you mean KVASIR_LISTEN_PORT" in outcome.sentence
+
+
+@pytest.mark.parametrize("arguments", [("init",), ("models", "add", "x.gguf"), ("run",), ("demo",)])
+def test_a_home_that_is_no_directory_exits_6(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Root may write anywhere, so a place that cannot be written is here a file where a directory must be."""
+    home = tmp_path / "file"
+    home.write_bytes(b"")
+    outcome = call(*arguments, home=home)
+    assert outcome.status == 6
+    assert str(home) in outcome.sentence
+
+
+def test_status_of_a_home_that_is_no_directory_is_not_running(tmp_path: Path) -> None:
+    home = tmp_path / "file"
+    home.write_bytes(b"")
+    assert call("status", home=home).status in (3, 6)
+
+
+@pytest.mark.parametrize("command", ["version", "status", "models list"])
+def test_without_home_and_colours_and_with_any_locale_commands_work(tmp_path: Path, command: str) -> None:
+    surroundings: dict[str, str | None] = {
+        "HOME": None,
+        "XDG_RUNTIME_DIR": None,
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "LC_ALL": "C",
+        "LANG": None,
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONUTF8": "0",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+    }
+    outcome = call_process(*command.split(), environment=surroundings)
+    assert outcome.status == (3 if command == "status" else 0), outcome
+    assert "\x1b" not in outcome.out + outcome.err
+
+
+def test_letters_that_the_locale_lacks_are_replaced(tmp_path: Path) -> None:
+    outcome = call_process(
+        "models", "add", "näme…gone.gguf", home=tmp_path, environment={"PYTHONIOENCODING": "ascii"}
+    )
+    assert outcome.status == 7
+    assert "gone.gguf" in outcome.sentence
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("version", "--json"), ()])
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvasir_node", "--home", str(tmp_path), *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == b""
+
+
+def test_version_needs_neither_libp2p_nor_llama(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kvasir_node.cli import main; status = main(['version', '--json']);"
+        "sys.exit(any(each in sys.modules for each in ('libp2p', 'llama_cpp', 'trio')) or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) >= {"kvasir", "protocol", "python", "llama_cpp_python", "libp2p"}
+
+
+def test_a_second_daemon_in_one_home_exits_4(tmp_path: Path) -> None:
+    assert call("init", "--found", home=tmp_path).status == 0
+    with HomeLock(tmp_path / "lock"):
+        outcome = call_process("run", home=tmp_path)
+        assert outcome.status == 4
+        assert f"process {os.getpid()} runs a node" in outcome.sentence
+
+
+def test_every_command_that_is_listed_can_be_loaded_and_helps(tmp_path: Path) -> None:
+    for name in cli._COMMANDS:
+        assert call(name, "--help", home=tmp_path).status == 0, name

@@ -1,0 +1,108 @@
+"""`init`: an identity that stays, a swarm that is founded once."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvasir_node.home_lock import HomeLock
+from kvasir_node.swarm_files import SwarmFiles
+from tests.model_makers import ModelShape, make_dense, make_qwen3moe
+from tests.node.cli.invocation import call
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+
+def test_it_can_be_called_again_and_keeps_the_identity(tmp_path: Path) -> None:
+    first = call("init", "--json", home=tmp_path).document
+    assert first["node_id"].startswith("12D3KooW")
+    assert call("init", "--json", home=tmp_path).document == first
+    assert stat.S_IMODE((tmp_path / "identity.pem").stat().st_mode) == 0o600
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_two_homes_are_two_nodes(tmp_path: Path) -> None:
+    ids = {call("init", "--json", home=tmp_path / each).document["node_id"] for each in "ab"}
+    assert len(ids) == 2
+
+
+def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
+    model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    home = tmp_path / "home"
+    outcome = call("init", "--found", "--model", str(model), "--json", home=home)
+    assert outcome.status == 0
+    founded = outcome.document
+    assert founded["model"] == "tiny"
+    assert len(founded["swarm"]) == 64
+    recovery_key = Path(founded["recovery_key_file"])
+    assert stat.S_IMODE(recovery_key.stat().st_mode) == 0o600
+    again = call("init", "--found", "--model", str(model), home=home)
+    assert again.status == 6
+    assert "founded here already" in again.sentence
+    assert call("init", home=home).status == 0
+
+
+def test_a_home_that_joined_a_swarm_founds_none(tmp_path: Path) -> None:
+    model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    founder, worker = tmp_path / "founder", tmp_path / "worker"
+    call("init", "--found", "--model", str(model), home=founder)
+    call("init", home=worker)
+    SwarmFiles(worker / "state").save_joined((founder / "state" / "swarm-manifest").read_bytes())
+    outcome = call("init", "--found", "--model", str(model), home=worker)
+    assert outcome.status == 6
+    assert "belongs to swarm" in outcome.sentence
+
+
+def test_nothing_is_founded_under_a_running_daemon(tmp_path: Path) -> None:
+    call("init", home=tmp_path)
+    with HomeLock(tmp_path / "lock"):
+        assert call("init", "--found", home=tmp_path).status == 4
+
+
+def cut_short(path: Path) -> Path:
+    make_qwen3moe(path, ModelShape(n_layer=1))
+    path.write_bytes(path.read_bytes()[:-4096])
+    return path
+
+
+def no_gguf(path: Path) -> Path:
+    path.write_bytes(b"not a model at all" * 100)
+    return path
+
+
+def dense(path: Path) -> Path:
+    return make_dense(path, ModelShape(n_layer=1))
+
+
+def absent(path: Path) -> Path:
+    return path
+
+
+@pytest.mark.parametrize("make", [cut_short, no_gguf, dense, absent])
+@pytest.mark.parametrize("command", ["init --found --model", "models add"])
+def test_a_model_that_cannot_be_used_exits_7_with_a_sentence(
+    tmp_path: Path, make: object, command: str
+) -> None:
+    assert callable(make)
+    path = make(tmp_path / "model.gguf")
+    outcome = call(*command.split(), str(path), home=tmp_path / "home")
+    assert outcome.status == 7
+    assert outcome.out == ""
+    assert len(outcome.sentence) > 20
+    assert not SwarmFiles(tmp_path / "home" / "state").is_founder
+
+
+def test_a_name_that_is_not_in_the_store_exits_7(tmp_path: Path) -> None:
+    outcome = call("init", "--found", "--model", "nosuch", home=tmp_path)
+    assert outcome.status == 7
+    assert "there is no model 'nosuch'" in outcome.sentence
+
+
+def test_a_damaged_identity_exits_6(tmp_path: Path) -> None:
+    call("init", home=tmp_path)
+    (tmp_path / "identity.pem").write_bytes(b"damaged")
+    outcome = call("init", home=tmp_path)
+    assert outcome.status == 6
+    assert "identity.pem is damaged" in outcome.sentence
