@@ -409,6 +409,8 @@ class Dispatcher:
         epoch, term = self._authority
         now_ns = time.monotonic_ns()
         if call.program_index not in holder.programs:
+            if call.program_index >= dispatch.PROGRAMS_MAX:  # no worker could be told, so none is to blame
+                raise EngineFailed(f"the model needs more than {dispatch.PROGRAMS_MAX} expert programs")
             program = self._programs[call.program_index].encode()
             self._request_id += 1
             request = dispatch.pack_plain(

@@ -31,7 +31,7 @@ IDLE_TICK_S: Final = 30.0
 """How long one read waits; between frames the wait is repeated, inside a frame it is an error."""
 
 FRAME_TIMEOUT_S: Final = 120.0
-"""Longest time for one frame to arrive whole, however slowly its bytes trickle."""
+"""Longest time for one frame to arrive whole, or to be taken, however slowly its bytes trickle."""
 
 BUFFER_BYTES: Final = 64 * 1024
 """What a connection's buffers start with. They grow with what arrives, not with what a header announces."""
@@ -267,11 +267,11 @@ class BackboneConnection:
             compute_ns=compute_ns,
             digest=_NO_DIGEST,
         )
-        self._connection.sendall(rows[: dispatch.DIGEST_OFFSET])
+        self._send(rows[: dispatch.DIGEST_OFFSET])
         rows[dispatch.DIGEST_OFFSET : dispatch.HEADER_BYTES] = dispatch.reply_digest(
             memoryview(self._incoming)[:size], rows[dispatch.HEADER_BYTES : end]
         )
-        self._connection.sendall(rows[dispatch.DIGEST_OFFSET : end])
+        self._send(rows[dispatch.DIGEST_OFFSET : end])
 
     def _acknowledge(self, request_id: int, received_ns: int) -> None:
         """Send the reply to a frame that asks for no rows."""
@@ -286,14 +286,26 @@ class BackboneConnection:
             compute_ns=0,
             digest=_NO_DIGEST,
         )
-        self._connection.sendall(frame)
+        self._send(memoryview(frame))
 
     def _refuse(self, request_id: int, error: RemoteProtocolError) -> None:
         self._counters.refusals += 1
         code = _CODE_OF_ERROR.get(error.code, ReplyCode.MALFORMED)
         log.warning("dispatch_refused", code=error.code, reason=str(error))
         with contextlib.suppress(OSError):
-            self._connection.sendall(dispatch.pack_refusal(request_id, code, str(error)))
+            self._send(memoryview(dispatch.pack_refusal(request_id, code, str(error))))
+
+    def _send(self, data: memoryview) -> None:
+        """Send all of it within `FRAME_TIMEOUT_S`. Raises `TimeoutError` when it is not taken by then.
+
+        ``SSLSocket.sendall`` begins its timeout anew with every record, so a backbone that takes a byte now
+        and then would hold a thread for hours.
+        """
+        deadline = time.monotonic() + FRAME_TIMEOUT_S
+        while len(data):
+            data = data[self._connection.send(data) :]
+            if len(data) and time.monotonic() > deadline:
+                raise TimeoutError("a reply took too long to be taken")
 
     def _reserve_outgoing(self, size_bytes: int) -> None:
         if size_bytes > len(self._outgoing):

@@ -612,6 +612,18 @@ def test_a_ubatch_too_large_for_a_frame_is_not_blamed_on_workers(
     assert swarm.lost == []
 
 
+def test_a_model_of_too_many_programs_is_not_blamed_on_workers(swarm: Swarm) -> None:
+    swarm.add()
+    swarm.programs.extend([PROGRAM] * dispatch.PROGRAMS_MAX)
+    call = ToyCall(IDS)
+    call.program_index = dispatch.PROGRAMS_MAX
+    with pytest.raises(EngineFailed, match="more than 64 expert programs"):
+        swarm.dispatcher(call)
+    swarm.dispatcher.settle()
+    swarm.run()
+    assert swarm.lost == []
+
+
 # ---- The backbone's own experts ----
 
 OWN = node_id_of(b"\x77" * 32)

@@ -45,8 +45,9 @@ Chunk = bytes | type[TimeoutError]
 class ScriptedSocket:
     """Gives `chunks` one read at a time and keeps what is sent; its stream ends after the last chunk."""
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
+    def __init__(self, chunks: Iterable[Chunk], send_size_max: int = 1 << 30) -> None:
         self._chunks: deque[Chunk] = deque(chunks)
+        self.send_size_max = send_size_max
         self.sent = bytearray()
         self.largest_read = 0
 
@@ -67,8 +68,10 @@ class ScriptedSocket:
             self._chunks.appendleft(chunk[len(part) :])
         return len(part)
 
-    def sendall(self, data: bytes | memoryview) -> None:
-        self.sent += data
+    def send(self, data: memoryview) -> int:
+        part = data[: self.send_size_max]
+        self.sent += part
+        return len(part)
 
 
 class Served:
@@ -81,11 +84,12 @@ class Served:
         kernel: ToyKernel | None = None,
         fence: tuple[int, int] = (0, 1),
         is_stopping: bool = False,
+        send_size_max: int = 1 << 30,
     ) -> None:
         self.kernel = kernel or ToyKernel()
         self.fence = fence
         self.counters = ServingCounters()
-        self.socket = ScriptedSocket(chunks)
+        self.socket = ScriptedSocket(chunks, send_size_max)
         self.connection = BackboneConnection(
             cast(Any, self.socket),
             self.kernel,
@@ -98,13 +102,16 @@ class Served:
         if is_stopping:
             stop.set()
         self.reason = self.connection.serve(stop)
-        self.replies = replies_in(self.socket.sent)
 
     def check_opening(self, opening: Opening) -> None:
         if opening.model_digest != MODEL:
             raise RemoteProtocolError("another model is loaded here", code="wrong_model")
         if (opening.epoch, opening.term) != self.fence:
             raise RemoteProtocolError("not the proven term", code="stale_term")
+
+    @property
+    def replies(self) -> list[tuple[ReplyHeader, bytes]]:
+        return replies_in(self.socket.sent)
 
     @property
     def codes(self) -> list[ReplyCode]:
@@ -373,6 +380,19 @@ def test_a_frame_that_trickles_for_ever_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(connection_module, "FRAME_TIMEOUT_S", -1.0)
     served = Served([BEGINNING, *(GOOD[index : index + 1] for index in range(20))])
     assert served.reason == "a frame took too long to arrive"
+
+
+def test_a_reply_that_is_taken_byte_by_byte_arrives_whole() -> None:
+    served = Served([BEGINNING, GOOD], send_size_max=1)
+    assert served.codes[-1] is ReplyCode.OK
+    assert served.reason == "closed by the backbone"
+
+
+def test_a_reply_that_is_taken_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "FRAME_TIMEOUT_S", -1.0)
+    served = Served([BEGINNING + GOOD], send_size_max=1)
+    assert served.reason == "a reply took too long to be taken"
+    assert len(served.socket.sent) == 1
 
 
 # ---- Memory ----
