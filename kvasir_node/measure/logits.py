@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ import trio
 from kvasir_node.local_swarm import RunSettings, evaluate_logits, start_local_swarm, start_reference
 from kvasir_node.measure.statistics import LogitsComparison, compare_logits, open_logits
 from kvasir_node.model.backbone_file import expert_bytes_of
-from kvasir_node.model.store import StoredModel
+from kvasir_node.model.store import SPARE_BYTES, StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.supervisor import Engine
-from kvasir_proto.errors import UsageError
+from kvasir_proto.errors import ModelUnusable, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX
 
 _CHUNK: Final = re.compile(r"(\d{1,6})(?:x(\d{1,6}))?", re.ASCII)
@@ -101,13 +102,25 @@ def random_tokens(n_tokens: int, n_vocab: int, seed: int) -> tuple[int, ...]:
     return tuple(int(each) for each in draws.integers(0, max(1, n_vocab), n_tokens))
 
 
+def require_space(directory: Path, n_tokens: int, n_vocab: int) -> None:
+    """Raise `ModelUnusable` unless both files of logits fit: a full disk would kill the writing engine."""
+    needed_bytes = 2 * 4 * n_tokens * n_vocab + SPARE_BYTES
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise ModelUnusable(
+            f"logits of {n_tokens} positions take {needed_bytes >> 20} MiB in {directory}, where "
+            f"{free_bytes >> 20} MiB are free: measure fewer positions"
+        )
+
+
 async def measure_logits(
     model: StoredModel, settings: LogitsSettings, directory: Path, say: Callable[[str], None]
 ) -> LogitsMeasurement:
     """Run the reference, then the swarm, and compare. ``directory`` is private to this user.
 
     ``say`` is told what begins. Two files of F32 logits, positions x vocabulary, are written to
-    ``directory``. Raises `UsageError` for a token outside the vocabulary, and what an engine reports.
+    ``directory``. Raises `UsageError` for a token outside the vocabulary, `ModelUnusable` without space for
+    the logits, and what an engine reports.
     """
     n_tokens = len(settings.token_ids)
     run_settings = RunSettings(
@@ -123,6 +136,7 @@ async def measure_logits(
         outside = [token for token in settings.token_ids if token >= trunk.n_vocab]
         if outside:
             raise UsageError(f"token id {outside[0]} is outside the vocabulary of {trunk.n_vocab}")
+        require_space(directory, n_tokens, trunk.n_vocab)
         say(f"the single process computes {n_tokens} positions")
         await evaluate_logits(reference, settings.token_ids, settings.chunk_sizes, base_path)
         await reference.close()

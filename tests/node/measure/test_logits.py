@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kvasir_node.measure.logits import count_ubatches, default_chunks, parse_chunks, random_tokens
-from kvasir_proto.errors import UsageError
+from kvasir_node.measure.logits import (
+    count_ubatches,
+    default_chunks,
+    parse_chunks,
+    random_tokens,
+    require_space,
+)
+from kvasir_proto.errors import ModelUnusable, UsageError
 
 
 @pytest.mark.parametrize("n_tokens, expected", [(1, (1,)), (2, (1, 1)), (3, (2, 1)), (8, (4, 1, 1, 1, 1))])
@@ -35,3 +43,9 @@ def test_random_tokens_are_the_same_everywhere_and_in_the_vocabulary() -> None:
     assert random_tokens(6, 100, 0) == (85, 63, 51, 26, 30, 4)
     assert random_tokens(6, 100, 1) != random_tokens(6, 100, 0)
     assert set(random_tokens(200, 3, 7)) == {0, 1, 2}
+
+
+def test_logits_that_would_fill_the_disk_are_not_begun(tmp_path: Path) -> None:
+    require_space(tmp_path, 10, 100)
+    with pytest.raises(ModelUnusable, match="fewer positions"):
+        require_space(tmp_path, 1 << 18, 1 << 40)
