@@ -136,7 +136,11 @@ class PlainHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a backbone says first on a connection: under which proven term, and of which model."""
+    """What a backbone says first on a connection: under which proven term, and of which model.
+
+    An engine knows no electorate: its control has checked ``proof`` before it moved the fence and let this
+    dialler in. It travels here as well so that a connection can be judged by itself.
+    """
 
     epoch: int
     term: int

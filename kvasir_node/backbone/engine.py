@@ -70,6 +70,14 @@ JOBS_WAITING_MAX: Final = 8
 """Sessions and evaluations that may wait for the decode thread; one more is refused."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """Work for the decode thread; ``request`` is what its answer names, None for a session."""
+
+    run: Callable[[], None]
+    request: int | None = None
+
+
 class BackboneEngine:
     """Handles control's messages for the backbone role. `handle` runs in the engine's main thread."""
 
@@ -81,7 +89,7 @@ class BackboneEngine:
         self._hook: ExpertHook | None = None
         self._dispatcher: Dispatcher | None = None
         self._trunk: Trunk | None = None
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(JOBS_WAITING_MAX)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(JOBS_WAITING_MAX)
         self._cancellations: dict[SessionId, threading.Event] = {}
         self._decode_thread = threading.Thread(target=self._run_jobs, name="decode", daemon=True)
         self._decode_thread.start()
@@ -132,19 +140,20 @@ class BackboneEngine:
 
     def _submit(self, job: Callable[[], None], request: int) -> None:
         try:
-            self._jobs.put_nowait(job)
+            self._jobs.put_nowait(_Job(job, request))
         except queue.Full:
-            self._channel.send(EngineFault(request, "busy", "too many jobs are waiting", 1))
+            fault = EngineFault(request, "busy", "too many jobs are waiting", KvasirError.exit_code)
+            self._channel.send(fault)
 
     def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job()
+                job.run()
             except Exception as error:
                 # The thread goes on: an engine whose decode thread is dead would never answer again.
                 log.exception("job_crashed")
                 detail = as_sentence(f"{type(error).__name__}: {error}")
-                self._channel.send(EngineFault(None, "internal", detail, KvasirError.exit_code))
+                self._channel.send(EngineFault(job.request, "internal", detail, KvasirError.exit_code))
             if self._dispatcher is not None:
                 self._dispatcher.settle()  # only now: the client already knows how its session ended
         if self._trunk is not None:
@@ -203,7 +212,7 @@ class BackboneEngine:
         self._cancellations[message.session] = cancelled
         deadline_ns = time.monotonic_ns() + message.deadline_ms * 1_000_000
         try:
-            self._jobs.put_nowait(lambda: self._run_session(message, cancelled, deadline_ns))
+            self._jobs.put_nowait(_Job(lambda: self._run_session(message, cancelled, deadline_ns)))
         except queue.Full:
             del self._cancellations[message.session]
             self._end_session(

@@ -1,7 +1,7 @@
 """An engine's self-made X.509 certificate, which carries its node's signature in an extension of our own.
 
 Dates are wide open because clocks differ between strangers' machines: what limits a certificate is the
-one-time token and the generation, not the calendar. The extension is not critical, since OpenSSL refuses
+one-time token, not the calendar. The extension is not critical, since OpenSSL refuses
 critical extensions it does not know; it is our own check that demands it.
 """
 

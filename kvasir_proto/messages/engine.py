@@ -2,8 +2,8 @@
 
 Control speaks for the swarm, the engine for the hardware: control hands over identity, files, deadlines and
 expected diallers, the engine answers with what it loaded, generated or measured. Both run on one machine, so
-paths and points in time (on the clock that counts suspend) can be said. A request that has an answer of its
-own carries a `request` number that the answer repeats.
+paths and points in time (on the clock that counts suspend) can be said. What may be asked several times at
+once carries something that the answer repeats: a `request` number, a token, a node's or a session's id.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class EngineFault:
-    """Something failed. `request` is what failed, or None when the engine as a whole cannot go on."""
+    """Something failed. `request` is what failed, or None for what has no number, such as `Listen`."""
 
     kind: ClassVar[str] = "engine_fault"
     request: Sequence63 | None
