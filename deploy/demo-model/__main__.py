@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+SHIPPED = Path(__file__).parents[2] / "kvasir_node" / "data" / "demo-q8_0.gguf"
 
 
 def corpus_stage(work: Path, options: argparse.Namespace) -> None:
@@ -74,6 +77,19 @@ def export_stage(work: Path, options: argparse.Namespace) -> None:
         print(name, (work / name).stat().st_size, "bytes")
 
 
+def import_stage(work: Path, options: argparse.Namespace) -> None:
+    """The shipped GGUF (--gguf) -> weights.pt, demo-f32.gguf, and demo-q8_0.gguf as it is
+
+    In place of training and export, to measure weights that exist.
+    """
+    import export
+    import torch
+
+    torch.save(export.read_weights(options.gguf), work / "weights.pt")
+    export.write_gguf(work / "weights.pt", work / "tokenizer.json", work / "demo-f32.gguf", False)
+    shutil.copyfile(options.gguf, work / "demo-q8_0.gguf")
+
+
 def reference_stage(work: Path, options: argparse.Namespace) -> None:
     """weights.pt, corpus.json, the token arrays -> reference.npz, results/reference.json"""
     import reference
@@ -104,6 +120,7 @@ STAGES: dict[str, Callable[[Path, argparse.Namespace], None]] = {
     "train": train_stage,
     "baseline": baseline_stage,
     "export": export_stage,
+    "import": import_stage,
     "reference": reference_stage,
     "verify": verify_stage,
     "plot": plot_stage,
@@ -114,10 +131,12 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="deploy/demo-model", description=__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("work", type=Path, help="the work directory")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--results", type=Path, help="where figures go (default WORK/results)")
+    parser.add_argument("--gguf", type=Path, default=SHIPPED, help="import: the file to read")
     parser.add_argument("--threads", type=int, default=2, help="processor threads (default 2)")
     parser.add_argument("--pause-file", type=Path, help="train: rest between steps while it exists")
     options = parser.parse_args(arguments)
+    options.results = options.results or options.work / "results"
     options.results.mkdir(parents=True, exist_ok=True)
     STAGES[options.stage](options.work, options)
 

@@ -1,4 +1,4 @@
-"""The trained weights as GGUF files: float32 (to verify against torch) and Q8_0 (what ships).
+"""The trained weights as GGUF files, float32 (to verify against torch) and Q8_0 (what ships), and back.
 
 Decides names, layouts, types and metadata. Tensors of two or more dimensions are quantised, but
 for the routers: like llama.cpp's own quantiser, which keeps them in float32. gguf's Q8_0 rounds
@@ -118,3 +118,31 @@ def write_gguf(weights_path: Path, tokenizer_path: Path, destination: Path, quan
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a demo model's GGUF file, dequantised, as `DemoModel` names them."""
+    shape = Shape()
+    stored = {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    weights = {"embedding": stored["token_embd.weight"], "output_norm": stored["output_norm.weight"]}
+    for index in range(shape.n_layer):
+
+        def theirs(name: str, block: str = f"blk.{index}") -> Tensor:
+            return stored[f"{block}.{name}.weight"]
+
+        ours = {
+            "attention_norm": theirs("attn_norm"),
+            "query_norm": theirs("attn_q_norm"),
+            "key_norm": theirs("attn_k_norm"),
+            "qkv": torch.cat([theirs("attn_q"), theirs("attn_k"), theirs("attn_v")]),
+            "attention_output": theirs("attn_output"),
+            "expert_norm": theirs("ffn_norm"),
+            "router": theirs("ffn_gate_inp"),
+            "gate_up": torch.cat([theirs("ffn_gate_exps"), theirs("ffn_up_exps")], 1).transpose(1, 2),
+            "down": theirs("ffn_down_exps").transpose(1, 2),
+        }
+        weights |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in ours.items()}
+    return weights

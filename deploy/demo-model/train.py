@@ -185,7 +185,7 @@ class Training:
 
     EVALUATE_EVERY_STEPS = 500
     REPORT_EVERY_STEPS = 100
-    CHECKPOINT_EVERY_STEPS = 500
+    CHECKPOINT_EVERY_STEPS = 200
 
     def __init__(self, work: Path, recipe: Recipe, curve_path: Path) -> None:
         self.work = work
@@ -286,7 +286,10 @@ class Training:
         self.stopping = True
 
     def report(self, losses: list[float], seconds: float) -> None:
-        """One row of the loss curve, with a held-out evaluation where one is due."""
+        """One row of the loss curve, with a held-out evaluation where one is due.
+
+        `losses` are those since the last row; after a resume, since the resume.
+        """
         recipe, step = self.recipe, self.step
         phase, position = recipe.batch_of(step - 1)
         tokens = position + phase.windows * phase.length
