@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 import msgpack
 
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+from kvasir_proto.program import PROGRAM_SIZE_BYTES_MAX
 
 HEADER_BYTES: Final = 80
 """Size of every frame's header."""
@@ -38,7 +39,7 @@ PAYLOAD_BYTES_MAX: Final = 512 * 1024 * 1024
 
 REFUSAL_TEXT_BYTES_MAX: Final = 1024
 OPEN_BYTES_MAX: Final = 64 * 1024
-PROGRAM_BYTES_MAX: Final = 64 * 1024
+PROGRAM_BYTES_MAX: Final = PROGRAM_SIZE_BYTES_MAX
 PROGRAMS_MAX: Final = 64
 """Programs one connection may name: a model has one for each kind of layer."""
 
@@ -71,7 +72,7 @@ class ReplyCode(enum.IntEnum):
 
     OK = 0
     MALFORMED = 1
-    OVERSIZED = 2
+    OVERSIZE = 2
     NOT_OPEN = 3
     STALE_TERM = 4
     WRONG_MODEL = 5
@@ -269,7 +270,7 @@ def pack_plain(kind: FrameKind, request_id: int, payload: bytes, *, program: int
 def parse_header(data: bytes | bytearray | memoryview) -> Header:
     """Read a header from the first `HEADER_BYTES` of ``data``.
 
-    Raises `RemoteProtocolError` with code ``malformed`` or ``oversized`` for anything this module would
+    Raises `RemoteProtocolError` with code ``malformed`` or ``oversize`` for anything this module would
     not write; ``data`` shorter than a header is the caller's own error.
     """
     magic, kind, wire, code, request_id, payload_bytes = _COMMON.unpack_from(data, 0)
@@ -286,10 +287,10 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
         bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
         if payload_bytes > bound:
-            raise RemoteProtocolError(f"{FrameKind(kind).name} of {payload_bytes} bytes", code="oversized")
+            raise RemoteProtocolError(f"{FrameKind(kind).name} of {payload_bytes} bytes", code="oversize")
         (program,) = struct.unpack_from("<I", data, _COMMON.size)
         if program >= PROGRAMS_MAX:
-            raise RemoteProtocolError(f"program index {program}", code="oversized")
+            raise RemoteProtocolError(f"program index {program}", code="oversize")
         return PlainHeader(FrameKind(kind), request_id, payload_bytes, program)
     raise RemoteProtocolError(f"unknown frame kind {kind}", code="malformed")
 
@@ -304,7 +305,7 @@ def _parse_dispatch(data: bytes | bytearray | memoryview) -> DispatchHeader:
     header = DispatchHeader._make(_DISPATCH.unpack_from(data, 0)[4:])
     if header.payload_bytes > PAYLOAD_BYTES_MAX or header.n_pairs > PAIRS_MAX:
         raise RemoteProtocolError(
-            f"dispatch of {header.n_pairs} pairs and {header.payload_bytes} bytes", code="oversized"
+            f"dispatch of {header.n_pairs} pairs and {header.payload_bytes} bytes", code="oversize"
         )
     if header.n_pairs == 0 or header.n_rows == 0 or header.n_rows > header.n_pairs:
         raise RemoteProtocolError(
@@ -320,7 +321,7 @@ def _parse_reply(data: bytes | bytearray | memoryview, code: int) -> ReplyHeader
     if code >= len(_REPLY_CODES):
         raise RemoteProtocolError(f"unknown reply code {code}", code="malformed")
     if payload_bytes > (REFUSAL_TEXT_BYTES_MAX if code else PAYLOAD_BYTES_MAX) or n_pairs > PAIRS_MAX:
-        raise RemoteProtocolError(f"reply of {payload_bytes} bytes", code="oversized")
+        raise RemoteProtocolError(f"reply of {payload_bytes} bytes", code="oversize")
     return ReplyHeader(
         request_id, payload_bytes, _REPLY_CODES[code], received_ns, compute_ns, n_pairs, digest
     )

@@ -46,6 +46,8 @@ LOCAL_FRAME_SIZE_MAX: Final = 16 << 20
 """Bytes of the largest message between the command line and the daemon."""
 SIGNED_SIZE_MAX: Final = 1 << 20
 """Bytes of the largest signed payload with its signature."""
+SHARD_SIZE_MAX: Final = 1 << 20
+"""Bytes of the largest encoded shard set."""
 PROOF_SIZE_MAX: Final = 16 << 10
 """Bytes of the largest term proof: seven votes fit four times over."""
 
@@ -133,7 +135,7 @@ SignedBytes: TypeAlias = Annotated[bytes, Length(1, SIGNED_SIZE_MAX)]
 """An encoded `Signed`."""
 Payload: TypeAlias = Annotated[bytes, Length(1, SIGNED_SIZE_MAX - 512)]
 """What a `Signed` holds, exactly as it was signed."""
-ShardBytes: TypeAlias = Annotated[bytes, Length(1, 1 << 20)]
+ShardBytes: TypeAlias = Annotated[bytes, Length(1, SHARD_SIZE_MAX)]
 """An encoded `ShardSet`."""
 
 # --- sequences ----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgpack
 
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX, SHARD_SIZE_MAX
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
 
 MANIFEST_FORMAT: Final = 1
@@ -29,16 +30,10 @@ MANIFEST_FORMAT: Final = 1
 MANIFEST_SIZE_BYTES_MAX: Final = 64 << 20
 """The largest manifest we read. 100 layers of 512 experts in three tensors take 5 MiB of digests."""
 
-SHARD_SIZE_BYTES_MAX: Final = 1 << 20
-"""The largest encoded shard set we read."""
-
-LAYERS_MAX: Final = 1024
-EXPERTS_MAX: Final = 4096
 TENSORS_MAX: Final = 65536
 DIMENSIONS_MAX: Final = 4
 DIMENSION_MAX: Final = 1 << 31
 FILE_SIZE_BYTES_MAX: Final = 1 << 50
-TENSOR_NAME_LENGTH_MAX: Final = 63
 SHARD_RANGES_MAX: Final = 65536
 
 DIGEST_SIZE_BYTES: Final = 32
@@ -48,7 +43,9 @@ EXPERT_TENSOR: Final = re.compile(
 )
 """Names of routed experts' tensors: group 1 is the layer, group 2 the suffix."""
 
-_TENSOR_NAME: Final = re.compile(r"[!-~]{1,63}", re.ASCII)
+TENSOR_NAME: Final = re.compile(r"[!-~]{1,63}", re.ASCII)
+"""What a tensor may be called: what ggml has room for, and can be printed."""
+
 _PLAIN_TEXT: Final = re.compile(r"[ -~]{1,128}", re.ASCII)
 
 
@@ -309,7 +306,7 @@ class ShardSet:
     @staticmethod
     def decode(data: bytes) -> ShardSet:
         """The set in `data`; `RemoteProtocolError` for anything but one whole canonical shard set."""
-        if len(data) > SHARD_SIZE_BYTES_MAX:
+        if len(data) > SHARD_SIZE_MAX:
             raise RemoteProtocolError("shard set: too large", "shard_invalid")
         return _decoded(data, "shard set", "shard_invalid", _shard_of)
 
@@ -370,7 +367,7 @@ def _check_manifest(manifest: ModelManifest) -> None:
 
 def _check_tensor(tensor: ManifestTensor, manifest: ModelManifest) -> None:
     name = tensor.name
-    _require(_TENSOR_NAME.fullmatch(name) is not None, "a tensor's name is not 1 to 63 printable characters")
+    _require(TENSOR_NAME.fullmatch(name) is not None, "a tensor's name is not 1 to 63 printable characters")
     _require(TENSOR_TYPES.get(tensor.type.id) == tensor.type, f"{name} has an unknown type")
     _require(1 <= len(tensor.shape) <= DIMENSIONS_MAX, f"{name} has {len(tensor.shape)} dimensions")
     _require(all(1 <= each <= DIMENSION_MAX for each in tensor.shape), f"{name} has a bad dimension")

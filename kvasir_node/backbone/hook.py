@@ -22,9 +22,11 @@ from kvasir_node.native_library import (
     load,
 )
 from kvasir_proto.errors import EngineFailed, LocalProtocolError
+from kvasir_proto.manifest import EXPERT_TENSOR
 from kvasir_proto.program import ExpertProgram, program_of_flat
 
-_EXPERT_PATTERN: Final = rb"^blk\.[0-9]+\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale|bias)$"
+# llama.cpp searches for it anywhere in a name, so it says where a name begins and ends.
+_EXPERT_PATTERN: Final = f"^{EXPERT_TENSOR.pattern}$".encode()
 _LOAD_MODE_NONE: Final = 0
 
 

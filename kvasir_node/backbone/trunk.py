@@ -55,7 +55,6 @@ class Trunk:
         parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         if hook is not None:
             hook.attach(parameters)
-        self._model_parameters = parameters
         self._model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise ModelUnusable(f"llama.cpp could not load {path.name}")
@@ -70,7 +69,6 @@ class Trunk:
         context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         context.type_k = context.type_v = _KV_TYPES[settings.kv_type]
         context.no_perf = True
-        self._context_parameters = context
         self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
             llama_cpp.llama_model_free(self._model)

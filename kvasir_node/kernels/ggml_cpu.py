@@ -22,10 +22,8 @@ from kvasir_proto.program import TENSOR_SUFFIXES, ExpertProgram
 PROGRAMS_MAX: Final = 256
 """Different programs one kernel will learn: far more than a model has, few enough to bound a flood."""
 
-_INVALID: Final = -1
-_OUT_OF_MEMORY: Final = -7
-_CODE_OF_STATUS: Final = {
-    _INVALID: "shape_invalid",
+_CODE_OF_STATUS: Final = {  # the statuses of native/include/kvasir_native.h that a request can bring about
+    -1: "shape_invalid",
     -2: "unknown_layer",
     -3: "unknown_program",
     -4: "program_unfit",

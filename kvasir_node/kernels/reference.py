@@ -63,7 +63,6 @@ class ReferenceKernel:
         """
         self._arithmetic = arithmetic
         self._shard = shard
-        self._n_expert = manifest.n_expert
         self._programs: list[ExpertProgram] = []
         self._tensors: dict[int, dict[str, ManifestTensor]] = {}
         self._bytes: dict[tuple[int, str, int], bytes] = {}

@@ -33,6 +33,7 @@ from kvasir_proto.manifest import (
     DIMENSION_MAX,
     DIMENSIONS_MAX,
     FILE_SIZE_BYTES_MAX,
+    TENSOR_NAME,
     TENSORS_MAX,
     tensor_size_bytes,
 )
@@ -48,7 +49,6 @@ ARRAY_LENGTH_MAX: Final = 4 << 20
 ALIGNMENT_MAX: Final = 65536
 
 _KEY: Final = re.compile(r"[!-~]+", re.ASCII)
-_TENSOR_NAME: Final = re.compile(r"[!-~]{1,63}", re.ASCII)
 _READ_SIZE_BYTES: Final = 1 << 20
 
 
@@ -173,7 +173,7 @@ class _Header:
     def _read_tensor_info(self, index: int) -> GgufTensor:
         """One tensor, its offset still counted from where the data begin."""
         name = self._name(64, f"the name of tensor {index}")
-        if _TENSOR_NAME.fullmatch(name) is None:
+        if TENSOR_NAME.fullmatch(name) is None:
             self._refuse(f"the name of tensor {index} is not 1 to 63 printable characters")
         n_dimension = self._number("I", f"the number of dimensions of {name}")
         if not 1 <= n_dimension <= DIMENSIONS_MAX:

@@ -18,21 +18,18 @@ from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, m
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import read_pieces
 from kvasir_proto.errors import LocalProtocolError, ModelUnusable
+from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX
 from kvasir_proto.manifest import (
     DIMENSION_MAX,
     EXPERT_TENSOR,
-    EXPERTS_MAX,
-    LAYERS_MAX,
     ManifestTensor,
     ModelManifest,
     is_expert_name,
 )
 
-HOOKED_NAME: Final = "ffn_(up|down|gate|gate_up)_exps"
-"""The pattern by which llama.cpp is told which tensors are the hook's (searched for anywhere in the name)."""
-
 _ARCHITECTURE: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
-_HOOKED: Final = re.compile(HOOKED_NAME)
+_LIKE_EXPERTS: Final = re.compile("ffn_(up|down|gate|gate_up)_exps")
+"""In the name of a tensor that is not named as routed experts' are: who it belongs to would be a guess."""
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all) as work goes on."""
@@ -173,7 +170,7 @@ def _expert_tensors(fields: _Fields, gguf: GgufFile) -> dict[int, dict[str, Gguf
         match = EXPERT_TENSOR.fullmatch(tensor.name)
         if match is not None:
             layers.setdefault(int(match[1]), {})[match[2]] = tensor
-        elif _HOOKED.search(tensor.name):
+        elif _LIKE_EXPERTS.search(tensor.name):
             raise fields.refusal(f"{tensor.name} belongs to experts in a way Kvasir does not know")
     return layers
 

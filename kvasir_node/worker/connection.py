@@ -1,7 +1,7 @@
 """One backbone's connection to a worker: frames in, rows or a coded refusal out, and on to the next.
 
 A refusal never ends the connection while frames can still be told apart; when they cannot (a header that is
-malformed or oversized), the connection is closed after the refusal and the worker goes on serving others. A
+malformed or oversize), the connection is closed after the refusal and the worker goes on serving others. A
 dispatch is judged by its header, so that the payload of one that will be refused takes no memory. The worker
 takes ids and rows and computes; nothing here chooses an expert, and every number from the network is
 bounded before it is used.
@@ -214,7 +214,7 @@ class BackboneConnection:
                 code="shape_invalid",
             )
         if 4 * header.n_pairs * n_embd_out > dispatch.PAYLOAD_BYTES_MAX:
-            raise RemoteProtocolError(f"{header.n_pairs} rows of {n_embd_out} in a reply", code="oversized")
+            raise RemoteProtocolError(f"{header.n_pairs} rows of {n_embd_out} in a reply", code="oversize")
         self._program, self._width_out = program, n_embd_out
 
     def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:

@@ -241,7 +241,7 @@ def test_noise_behind_the_magic_gives_a_header_or_a_refusal(
     else:
         refusal = ""
     if refusal:
-        assert refusal in ("malformed", "oversized")
+        assert refusal in ("malformed", "oversize")
         return
     assert header.request_id == request_id_of(data)
     if isinstance(header, DispatchHeader):
@@ -275,18 +275,18 @@ def test_headers_are_read_from_any_buffer(kind: type) -> None:
         (dispatch_frame(n_rows=0), "malformed"),
         (dispatch_frame(n_rows=0, n_pairs=0), "malformed"),
         (dispatch_frame(n_rows=4, n_pairs=3), "malformed"),
-        (dispatch_frame(n_rows=1, n_pairs=PAIRS_MAX + 1), "oversized"),
-        (edited(dispatch_frame(), 16, "<Q", PAYLOAD_BYTES_MAX + 1), "oversized"),
-        (edited(dispatch_frame(), 16, "<Q", 2**64 - 1), "oversized"),
+        (dispatch_frame(n_rows=1, n_pairs=PAIRS_MAX + 1), "oversize"),
+        (edited(dispatch_frame(), 16, "<Q", PAYLOAD_BYTES_MAX + 1), "oversize"),
+        (edited(dispatch_frame(), 16, "<Q", 2**64 - 1), "oversize"),
         (edited(dispatch_frame(), 40, "<I", 2**32 - 1), "malformed"),
         (reply_frame(code=len(ReplyCode)), "malformed"),
         (reply_frame(code=65535), "malformed"),
-        (reply_frame(payload_bytes=PAYLOAD_BYTES_MAX + 1), "oversized"),
-        (reply_frame(code=1, payload_bytes=REFUSAL_TEXT_BYTES_MAX + 1), "oversized"),
-        (reply_frame(n_pairs=PAIRS_MAX + 1), "oversized"),
-        (pack_plain(FrameKind.OPEN, 1, bytes(OPEN_BYTES_MAX + 1)), "oversized"),
-        (pack_plain(FrameKind.PROGRAM, 1, bytes(PROGRAM_BYTES_MAX + 1)), "oversized"),
-        (pack_plain(FrameKind.PROGRAM, 1, b"", program=PROGRAMS_MAX), "oversized"),
+        (reply_frame(payload_bytes=PAYLOAD_BYTES_MAX + 1), "oversize"),
+        (reply_frame(code=1, payload_bytes=REFUSAL_TEXT_BYTES_MAX + 1), "oversize"),
+        (reply_frame(n_pairs=PAIRS_MAX + 1), "oversize"),
+        (pack_plain(FrameKind.OPEN, 1, bytes(OPEN_BYTES_MAX + 1)), "oversize"),
+        (pack_plain(FrameKind.PROGRAM, 1, bytes(PROGRAM_BYTES_MAX + 1)), "oversize"),
+        (pack_plain(FrameKind.PROGRAM, 1, b"", program=PROGRAMS_MAX), "oversize"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(frame: bytes, code: str) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
-from kvasir_proto.manifest import EXPERTS_MAX, LAYERS_MAX, ManifestTensor, ModelManifest, ShardSet
+from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX
+from kvasir_proto.manifest import ManifestTensor, ModelManifest, ShardSet
 from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
 
 Q8_0 = TENSOR_TYPES_BY_NAME["q8_0"]

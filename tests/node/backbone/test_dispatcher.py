@@ -122,7 +122,7 @@ CODES = {
     Deed.OLD_ID: {"unexpected_reply"},
     Deed.NOT_A_REPLY: {"malformed"},
     Deed.BAD_CODE: {"malformed"},
-    Deed.LONG_REFUSAL: {"oversized"},
+    Deed.LONG_REFUSAL: {"oversize"},
     Deed.REFUSE: {"refused_foreign_expert"},
 }
 """What a worker is given up for. An end of the connection in the middle of a reply is still an end."""

@@ -132,8 +132,8 @@ def test_views_of_a_reply_survive_until_the_next_call(ends: Ends) -> None:
         (reply(1, bytes(64)), "shape_invalid"),
         (reply(1, bytes(60), 2), "shape_invalid"),
         (reply(1, bytes(60), 4), "shape_invalid"),
-        (reply(1, payload_bytes=1 << 60), "oversized"),
-        (reply(1, code=ReplyCode.MALFORMED, payload_bytes=2000), "oversized"),
+        (reply(1, payload_bytes=1 << 60), "oversize"),
+        (reply(1, code=ReplyCode.MALFORMED, payload_bytes=2000), "oversize"),
         (bytes(140), "malformed"),
         (dispatch.pack_plain(FrameKind.OPEN, 1, b"x" * 60), "malformed"),
         (reply(1, b"no", code=ReplyCode.KERNEL_FAILED) + bytes(58), "malformed"),
@@ -170,8 +170,8 @@ def test_an_early_refusal_is_taken_and_early_rows_are_not(ends: Ends) -> None:
     holder.submit(request(1, size_bytes=20 << 20))
     holder.send_pending()
     assert holder.wants_to_send
-    server.sendall(dispatch.pack_refusal(1, ReplyCode.OVERSIZED, ""))
-    assert next_reply(holder)[1].code is ReplyCode.OVERSIZED
+    server.sendall(dispatch.pack_refusal(1, ReplyCode.OVERSIZE, ""))
+    assert next_reply(holder)[1].code is ReplyCode.OVERSIZE
     holder.submit(request(2, size_bytes=20 << 20))
     server.sendall(reply(2))
     with pytest.raises(RemoteProtocolError, match="half a request"):

@@ -249,10 +249,10 @@ def test_a_refused_opening_opens_nothing() -> None:
         (b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n" + b" " * 80, ReplyCode.MALFORMED),
         (GOOD[:4] + b"\x09" + GOOD[5:], ReplyCode.MALFORMED),
         (dispatch.pack_refusal(7, ReplyCode.MALFORMED, "no, you"), ReplyCode.MALFORMED),
-        (GOOD[:16] + struct.pack("<Q", 2**63) + GOOD[24:], ReplyCode.OVERSIZED),
-        (GOOD[:44] + struct.pack("<I", 2**31) + GOOD[48:], ReplyCode.OVERSIZED),
-        (dispatch.pack_plain(FrameKind.OPEN, 7, bytes(dispatch.OPEN_BYTES_MAX + 1)), ReplyCode.OVERSIZED),
-        (dispatch.pack_plain(FrameKind.PROGRAM, 7, b"", program=64), ReplyCode.OVERSIZED),
+        (GOOD[:16] + struct.pack("<Q", 2**63) + GOOD[24:], ReplyCode.OVERSIZE),
+        (GOOD[:44] + struct.pack("<I", 2**31) + GOOD[48:], ReplyCode.OVERSIZE),
+        (dispatch.pack_plain(FrameKind.OPEN, 7, bytes(dispatch.OPEN_BYTES_MAX + 1)), ReplyCode.OVERSIZE),
+        (dispatch.pack_plain(FrameKind.PROGRAM, 7, b"", program=64), ReplyCode.OVERSIZE),
     ],
 )
 def test_a_stream_that_lost_its_frames_is_refused_and_ended(header: bytes, code: ReplyCode) -> None:
@@ -267,7 +267,7 @@ def test_a_reply_larger_than_a_frame_is_refused_before_anything_is_reserved(
     monkeypatch.setattr(dispatch, "PAYLOAD_BYTES_MAX", 4 * WIDTH * 30)
     many = dispatch_frame(7, x=np.ones((1, WIDTH), np.float32), rows=[0] * 31, experts=[0] * 31)
     served = Served([BEGINNING + many + GOOD])
-    assert served.codes[2:] == [ReplyCode.OVERSIZED, ReplyCode.OK]
+    assert served.codes[2:] == [ReplyCode.OVERSIZE, ReplyCode.OK]
 
 
 def test_what_the_kernel_cannot_do_is_refused_and_not_a_crash() -> None:
