@@ -164,7 +164,7 @@ async def start_local_swarm(
         )
         workers.append(worker)
         await _serve_shard(worker, model, plan, worker_id, settings)
-        await _connect(backbone, worker, plan, worker_id, proof)
+        await _connect(backbone, term.backbone, worker, worker_id, plan, proof)
     return LocalSwarm(backbone, tuple(workers), worker_ids, plan, trunk)
 
 
@@ -247,11 +247,13 @@ async def _serve_shard(
     await worker.exchange(request, ShardLoaded, LOAD_TIMEOUT_S)
 
 
-async def _connect(backbone: Engine, worker: Engine, plan: Plan, worker_id: NodeId, proof: bytes) -> None:
+async def _connect(
+    backbone: Engine, backbone_id: NodeId, worker: Engine, worker_id: NodeId, plan: Plan, proof: bytes
+) -> None:
     listening = await worker.exchange(Listen(_HOST, 0), Listening, CONNECT_TIMEOUT_S)
     token = secrets.token_bytes(16)
     expect = ExpectDialler(
-        token, backbone.certificate, "backbone", worker_id, boottime_ns() + _TOKEN_LIFETIME_NS
+        token, backbone.certificate, "backbone", backbone_id, boottime_ns() + _TOKEN_LIFETIME_NS
     )
     await worker.exchange(expect, DiallerExpected, CONNECT_TIMEOUT_S, where=lambda each: each.token == token)
     request = ConnectHolder(

@@ -37,6 +37,7 @@ from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import KvasirError, LocalProtocolError, PortInUse, RemoteProtocolError
+from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.messages.engine import (
@@ -71,6 +72,7 @@ backbone out; a backbone shows its token at once.
 
 @dataclass(frozen=True, slots=True)
 class _ExpectedDialler:
+    node_id: NodeId
     certificate: bytes
     expires_boottime_ns: int
 
@@ -167,7 +169,9 @@ class WorkerEngine:
         with self._expected_lock:
             while len(self._expected) >= DIALLERS_EXPECTED_MAX:
                 self._expected.pop(next(iter(self._expected)))
-            self._expected[message.token] = _ExpectedDialler(message.certificate, message.expires_boottime_ns)
+            self._expected[message.token] = _ExpectedDialler(
+                message.node_id, message.certificate, message.expires_boottime_ns
+            )
         self._channel.send(DiallerExpected(message.token))
 
     def _set_fence(self, fence: tuple[int, int]) -> None:
@@ -195,9 +199,11 @@ class WorkerEngine:
 
     def _serve(self, sock: socket.socket) -> None:
         reason = "internal error"
+        node_id: NodeId | None = None
         holds_slot = False
         try:
-            certificate = self._recognise(sock)
+            expected = self._recognise(sock)
+            node_id, certificate = expected.node_id, expected.certificate
             holds_slot = self._slots.acquire(blocking=False)
             if not holds_slot:
                 raise RemoteProtocolError("there are too many connections", code="busy")
@@ -228,10 +234,10 @@ class WorkerEngine:
                 sock.close()
             if holds_slot:
                 self._slots.release()
-            log.info("connection_ended", reason=reason)
+            log.info("connection_ended", node=node_id, reason=reason)
 
-    def _recognise(self, sock: socket.socket) -> bytes:
-        """Read the one-time token; the certificate that its owner must have."""
+    def _recognise(self, sock: socket.socket) -> _ExpectedDialler:
+        """Read the one-time token; who it was given to, and the certificate that node's engine must have."""
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -248,7 +254,7 @@ class WorkerEngine:
             raise RemoteProtocolError("the token was not expected, or used before", code="bad_token")
         if boottime_ns() > expected.expires_boottime_ns:
             raise RemoteProtocolError("the token has expired", code="bad_token")
-        return expected.certificate
+        return expected
 
     def _check_opening(self, opening: Opening) -> None:
         if opening.model_digest != self._model_digest:
