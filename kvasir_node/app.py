@@ -168,7 +168,7 @@ class Node:
             try:
                 document["engine_statistics"] = json.loads(await self._duty.engine_statistics())
             except (KvasirError, ValueError) as error:
-                log.warning("engine_statistics_unavailable", reason=str(error))
+                log.debug("engine_statistics_unavailable", reason=str(error))
         statistics = document.get("engine_statistics") or {}
         document["experts_missing_total"] = statistics.get("experts_missing_total", 0)
         return json.dumps(document)
@@ -265,7 +265,7 @@ class Node:
             return BackboneDuty(
                 node_key=home.identity.private_key,
                 founding=founding,
-                model=self._find_model(founding.swarm.manifest.model_digest),
+                model=self._find_model(founding.swarm.manifest.model_digest, needs_source=False),
                 host=host,
                 start_engine=_EngineStarter(home, founding.swarm.digest),
                 next_generation=files.next_generation,
@@ -316,11 +316,14 @@ class Node:
     async def _find_model_in_thread(self, digest: bytes) -> StoredModel:
         return await trio.to_thread.run_sync(self._find_model, digest, abandon_on_cancel=True)
 
-    def _find_model(self, digest: bytes) -> StoredModel:
-        """The swarm's model, from this home's store, the configured file, or the package's demo model."""
+    def _find_model(self, digest: bytes, needs_source: bool = True) -> StoredModel:
+        """The swarm's model, from this home's store, the configured file, or the package's demo model.
+
+        ``needs_source``: whether its experts will be read; a backbone has its own file.
+        """
         home = self._home
         for stored in home.models.list():
-            if stored.manifest.digest() == digest and stored.source_path.exists():
+            if stored.manifest.digest() == digest and (stored.source_path.exists() or not needs_source):
                 return stored
         for candidate in (home.configuration.model, None):
             try:

@@ -28,7 +28,7 @@ import trio
 from kvasir_node import app
 from kvasir_node.cli.generate import collect
 from kvasir_node.config import load_configuration
-from kvasir_node.control import connect_daemon, request_status, request_stop
+from kvasir_node.control import connect_daemon, request_status
 from kvasir_node.local_swarm import (
     DEFAULT_MIN_P,
     DEFAULT_TOP_K,
@@ -40,7 +40,7 @@ from kvasir_node.local_swarm import (
 )
 from kvasir_node.locations import Locations, locate
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_proto.errors import EngineFailed, KvasirError, NotRunning
+from kvasir_proto.errors import EngineFailed, NotRunning
 from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest
 
 READY_TIMEOUT_S: Final = 90.0
@@ -369,8 +369,8 @@ async def _stop_nodes(nodes: list[DemoNode]) -> None:
 
 
 async def _stop_node(node: DemoNode) -> None:
-    with contextlib.suppress(KvasirError):
-        await request_stop(node.locations.control_socket, STOP_TIMEOUT_S)
+    # Not by its control socket: one that is just starting does not listen there yet.
+    node.process.terminate()
     with trio.move_on_after(STOP_TIMEOUT_S):
         await trio.to_thread.run_sync(node.process.wait, abandon_on_cancel=True)
     node.process.kill()  # nothing happens to one that has ended

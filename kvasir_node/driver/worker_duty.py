@@ -395,6 +395,9 @@ class WorkerDuty:
                 except (KvasirError, RemoteProtocolError) as error:
                     self._contact = f"{address}: {error}"
                     log.warning("backbone_unreachable", address=address, reason=str(error))
+                    if self._leaving.is_set():
+                        self._left.set()
+                        return
                 if between(started, self._now()) > STEADY_AFTER:
                     failures = 0
             failures += 1

@@ -682,6 +682,17 @@ async def test_leaving_a_backbone_that_does_not_answer_takes_bounded_time(
         assert trio.current_time() - started < 5.0
 
 
+async def test_leaving_a_backbone_that_is_gone_takes_no_time(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, worker = await member(world, tmp_path)
+        world.network.drop(backbone.node_id)
+        started = trio.current_time()
+        await worker.stop()
+        assert trio.current_time() - started < 0.1
+
+
 async def test_leaving_before_anything_was_joined_takes_no_time(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:

@@ -1,0 +1,88 @@
+"""`demo` as a user runs it: its report, and that nothing of it is left however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.loopback.daemons import PATIENCE_S, kvasir, wait_for
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+N_TOKENS = 24
+
+
+def processes_that_mention(text: str) -> list[int]:
+    """Ids of processes whose command line has this text in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if text.encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_the_report_has_every_field_and_the_killed_worker_changed_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    command = kvasir("--home", str(home), "demo", "--json", "--kill-worker", "--tokens", str(N_TOKENS))
+    done = subprocess.run(command, capture_output=True, timeout=4 * PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    report = json.loads(done.stdout)
+    assert report["passed"] is True
+    assert [each["role"] for each in report["processes"]] == ["backbone", "worker", "worker", "worker"]
+    assert all(each["backend"] == "ggml-cpu" for each in report["processes"])
+    assert len({each["pid"] for each in report["processes"]}) == 4
+    model = report["model"]
+    assert (model["arch"], model["n_layer"], model["n_expert"], model["n_expert_used"]) == (
+        "qwen3moe",
+        6,
+        32,
+        4,
+    )
+    assert report["tokens"] == N_TOKENS
+    assert len(report["text"]) > 10
+    exact = report["exact"]
+    assert (exact["max_abs_logit_delta"], exact["top1_agreement"]) == (0.0, 1.0)
+    assert exact["compared_positions"] > N_TOKENS
+    assert report["router"]["worker_decisions"] == 0
+    assert report["experts_missing_total"] == 0
+    assert report["tokens_per_second"] > 0
+    assert report["single_process_tokens_per_second"] > 0
+    assert report["killed_pid"] in [each["pid"] for each in report["processes"]]
+    assert report["rows_retried"] >= 1
+    assert report["text_equals_uninterrupted"] is True
+    assert b"info" not in done.stderr, "progress for people, no log of engines"
+    assert list((home / "cache").iterdir()) == []
+    assert processes_that_mention(str(home)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    home = tmp_path / "home"
+    log_file = tmp_path / "log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            kvasir("--home", str(home), "demo", "--workers", "2"), stdout=log, stderr=log
+        )
+    try:
+        wait_for(lambda: b"waiting until" in log_file.read_bytes(), "the start of all nodes")
+        wait_for(lambda: len(processes_that_mention("kvasir_node.engine")) > 0, "an engine")
+        process.send_signal(number)
+        status = process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: processes_that_mention(str(home)) == [], "the end of all nodes")
+    if number is not signal.SIGKILL:
+        assert status == 1
+        assert list((home / "cache").iterdir()) == []
+        assert "Traceback" not in log_file.read_text()
