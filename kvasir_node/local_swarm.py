@@ -80,6 +80,7 @@ class LocalSwarm:
     """A backbone engine whose experts live in ``workers``, all connected."""
 
     backbone: Engine
+    backbone_id: NodeId
     workers: tuple[Engine, ...]
     worker_ids: tuple[NodeId, ...]
     plan: Plan
@@ -165,7 +166,7 @@ async def start_local_swarm(
         workers.append(worker)
         await _serve_shard(worker, model, plan, worker_id, settings)
         await _connect(backbone, term.backbone, worker, worker_id, plan, proof)
-    return LocalSwarm(backbone, tuple(workers), worker_ids, plan, trunk)
+    return LocalSwarm(backbone, term.backbone, tuple(workers), worker_ids, plan, trunk)
 
 
 async def evaluate_logits(

@@ -273,7 +273,7 @@ async def a_dead_backbone_takes_nobody_with_it(
     await local_swarm._grant_lease(backbone)  # before the trunk: the order must not matter
     await local_swarm._load_trunk(backbone, model, model.backbone_path, SETTINGS, hooked=True)
     for worker, worker_id in zip(swarm.workers, swarm.worker_ids, strict=True):
-        await local_swarm._connect(backbone, worker, swarm.plan, worker_id, b"proof")
+        await local_swarm._connect(backbone, swarm.backbone_id, worker, worker_id, swarm.plan, b"proof")
     outcome = await run(backbone)
     assert (outcome.tokens, outcome.lost, outcome.end.rows_retried) == (tokens, [], 0)
     return backbone
@@ -325,7 +325,7 @@ async def a_new_worker_is_as_good_as_the_old(
         directory=directory,
     )
     await local_swarm._serve_shard(worker, model, swarm.plan, worker_id, SETTINGS)
-    await local_swarm._connect(backbone, worker, swarm.plan, worker_id, b"proof")
+    await local_swarm._connect(backbone, swarm.backbone_id, worker, worker_id, swarm.plan, b"proof")
     outcome = await run(backbone)
     assert (outcome.tokens, outcome.end.rows_retried) == (tokens, 0)
 
