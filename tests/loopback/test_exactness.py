@@ -1,8 +1,8 @@
 """The bar of the spine: a swarm of real processes gives the very logits of a single process.
 
 For each expert type one reference run, then swarms of 1, 2, 3 and 5 workers with one holder an expert, so
-that every expert lives in one place only. 660 positions, past the 512 at which single-token attention switches
-kernels, in prefill of several sizes and in decode.
+that every expert lives in one place only. 660 positions, past the 512 at which single-token attention
+switches kernels, in prefill of several sizes and in decode.
 """
 
 from __future__ import annotations
