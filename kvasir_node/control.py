@@ -7,6 +7,7 @@ read and write. The server hands requests to an `Operator`; the client half is u
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import socket
@@ -260,3 +261,33 @@ async def request_stop(path: Path, timeout_s: float) -> None:
             await connection.wait_closed()
             return
     raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")
+
+
+async def collect_text(
+    connection: LocalConnection, request: GenerateRequest, on_text: Callable[[str], None] | None
+) -> tuple[list[int], str, GenerateEnd]:
+    """Run a session; its token ids, its text, and how it ended. ``on_text`` gets each new piece of text.
+
+    Raises `EngineFailed` when the daemon refuses, `NotRunning` when it goes away.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens: list[int] = []
+    parts: list[str] = []
+    await connection.send(request)
+    while True:
+        reply = await connection.receive()
+        match reply:
+            case TokenEvent():
+                tokens.append(reply.token)
+                piece = decoder.decode(reply.piece)
+            case GenerateEnd():
+                piece = decoder.decode(b"", final=True)
+            case Refusal():
+                raise EngineFailed(reply.reason)
+            case _:
+                raise EngineFailed(f"the daemon answered {reply.kind} to a request for text")
+        parts.append(piece)
+        if on_text is not None and piece:
+            on_text(piece)
+        if isinstance(reply, GenerateEnd):
+            return tokens, "".join(parts), reply

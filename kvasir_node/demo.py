@@ -26,9 +26,8 @@ import numpy as np
 import trio
 
 from kvasir_node import app
-from kvasir_node.cli.generate import collect
 from kvasir_node.config import load_configuration
-from kvasir_node.control import connect_daemon, request_status
+from kvasir_node.control import collect_text, connect_daemon, request_status
 from kvasir_node.local_swarm import (
     DEFAULT_MIN_P,
     DEFAULT_TOP_K,
@@ -147,7 +146,7 @@ async def _demonstrate(
                     connection, request, victim, nodes[-1], report.text
                 )
             else:
-                tokens, text, end = await collect(connection, request, report.text)
+                tokens, text, end = await collect_text(connection, request, report.text)
     if end.reason == "failed":
         raise EngineFailed(f"the session failed: {end.code}: {end.detail}")
     session = json.loads(end.statistics)
@@ -220,7 +219,7 @@ async def _generate_while_killing(
 
     async with open_unwrapping_nursery() as nursery:
         nursery.start_soon(kill)
-        outcome = await collect(connection, request, count)
+        outcome = await collect_text(connection, request, count)
         nursery.cancel_scope.cancel()
     return engine_pid, outcome
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import secrets
 import sys
-from collections.abc import Callable
 
 import click
 import trio
 
 from kvasir_node.cli.output import json_option, print_json
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.control import LocalConnection, connect_daemon
+from kvasir_node.control import collect_text, connect_daemon
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, UsageError
-from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
+from kvasir_proto.messages.local import GenerateRequest
 
 
 def parse_token_ids(text: str | None) -> tuple[int, ...]:
@@ -85,7 +83,7 @@ def generate(
 
 async def _generate(session: CommandSession, request: GenerateRequest, as_json: bool) -> None:
     async with connect_daemon(session.locations.control_socket) as connection:
-        tokens, text, end = await collect(connection, request, None if as_json else _write)
+        tokens, text, end = await collect_text(connection, request, None if as_json else _write)
     if as_json:
         print_json(
             {
@@ -106,33 +104,3 @@ async def _generate(session: CommandSession, request: GenerateRequest, as_json: 
 def _write(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-async def collect(
-    connection: LocalConnection, request: GenerateRequest, on_text: Callable[[str], None] | None
-) -> tuple[list[int], str, GenerateEnd]:
-    """Run a session; its token ids, its text, and how it ended. ``on_text`` gets each new piece of text.
-
-    Raises `EngineFailed` when the daemon refuses, `NotRunning` when it goes away.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    tokens: list[int] = []
-    parts: list[str] = []
-    await connection.send(request)
-    while True:
-        reply = await connection.receive()
-        match reply:
-            case TokenEvent():
-                tokens.append(reply.token)
-                piece = decoder.decode(reply.piece)
-            case GenerateEnd():
-                piece = decoder.decode(b"", final=True)
-            case Refusal():
-                raise EngineFailed(reply.reason)
-            case _:
-                raise EngineFailed(f"the daemon answered {reply.kind} to a request for text")
-        parts.append(piece)
-        if on_text is not None and piece:
-            on_text(piece)
-        if isinstance(reply, GenerateEnd):
-            return tokens, "".join(parts), reply

@@ -17,6 +17,7 @@ from kvasir_node.control import (
     CONNECTIONS_MAX,
     ControlServer,
     LocalConnection,
+    collect_text,
     connect_daemon,
     request_status,
     request_stop,
@@ -62,7 +63,7 @@ class Daemon:
         self.started = trio.Event()
         self.cancelled = trio.Event()
         self.stopped = trio.Event()
-        self.piece = b"x"
+        self.pieces = [b"x"]
 
     async def status_document(self) -> str:
         if self.error is not None:
@@ -75,7 +76,7 @@ class Daemon:
         try:
             self.started.set()
             for position in range(request.n_tokens):
-                await emit(TokenEvent(position, 7, self.piece))
+                await emit(TokenEvent(position, 7, self.pieces[position % len(self.pieces)]))
             if self.endless:
                 await trio.sleep_forever()
         except BaseException:
@@ -261,7 +262,7 @@ async def test_a_client_that_goes_away_cancels_its_evaluation(tmp_path: Path) ->
 async def test_a_client_that_never_reads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
     async with serving(tmp_path) as (daemon, path):
-        daemon.piece = bytes(4096)
+        daemon.pieces = [bytes(4096)]
         async with connect_daemon(path) as connection:
             await connection.send(ask_for_text(100_000))
             await daemon.cancelled.wait()
@@ -372,3 +373,18 @@ async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path:
             with pytest.raises(EngineFailed, match="answered stop_request"):
                 await request_status(path)
             nursery.cancel_scope.cancel()
+
+
+async def test_text_is_put_together_from_pieces_that_cut_letters(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path), connect_daemon(path) as connection:
+        daemon.pieces = ["ä".encode()[:1], "ä".encode()[1:] + b"b"]
+        shown: list[str] = []
+        assert await collect_text(connection, ask_for_text(2), shown.append) == ([7, 7], "äb", ENDED)
+        assert shown == ["äb"]
+
+
+async def test_a_refused_session_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path), connect_daemon(path) as connection:
+        daemon.error = NotReady("the swarm is joining: 0 of 1 workers have joined")
+        with pytest.raises(EngineFailed, match="0 of 1 workers"):
+            await collect_text(connection, ask_for_text(), None)
