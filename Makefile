@@ -53,7 +53,7 @@ $(BIN)/python:
 	@python=$$(PYTHON='$(PYTHON)' deploy/find-python) || exit 1; \
 	"$$python" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# The stand-ins go first, so that pip finds libp2p's exact pins already met (README, "Why a stand-in").
+# The stand-ins go first, so that pip finds libp2p's exact pins already met (README, "Why stand-ins?").
 # llama.cpp is compiled with two jobs, and only the libraries of it; pip keeps the wheel, so that the next environment of
 # this version of Python takes seconds.
 # The stamp carries the time the installation began: what changes meanwhile is seen the next time.
