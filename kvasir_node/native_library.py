@@ -63,7 +63,6 @@ class NativeLibrary:
         self.hook_rows_unfilled: Callable[[int], int] = _function(
             library, "hook_rows_unfilled", c_int64, c_void_p
         )
-        self.hook_n_programs: Callable[[int], int] = _function(library, "hook_n_programs", c_int32, c_void_p)
         self._hook_program = _function(
             library, "hook_program", c_int32, c_void_p, c_int32, c_char_p, POINTER(c_int32)
         )

@@ -114,7 +114,6 @@ KVASIR_API void * kvasir_hook_device(kvasir_hook * hook);               // ggml_
 KVASIR_API void * kvasir_hook_buffer_type(kvasir_hook * hook);          // ggml_backend_buffer_type_t
 KVASIR_API int64_t kvasir_hook_calls(const kvasir_hook * hook);         // completed callbacks
 KVASIR_API int64_t kvasir_hook_rows_unfilled(const kvasir_hook * hook); // rows that a callback left untouched
-KVASIR_API int32_t kvasir_hook_n_programs(kvasir_hook * hook);
 
 // Copies program `index` to `steps` (room for KVASIR_PROGRAM_STEPS_MAX). Returns the number of steps, or -1.
 KVASIR_API int32_t kvasir_hook_program(kvasir_hook * hook, int32_t index, kvasir_program_step * steps,

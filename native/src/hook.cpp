@@ -34,7 +34,7 @@ struct kvasir_hook {
 namespace {
 
 constexpr size_t kAlignment   = 64;
-constexpr size_t kProgramsMax = 256;
+constexpr size_t kProgramsMax = 64;
 
 kvasir_hook * hook_of(BufferType * buft) { return static_cast<kvasir_hook *>(buft->context); }
 kvasir_hook * hook_of(Device * device) { return static_cast<kvasir_hook *>(device->context); }
@@ -349,11 +349,6 @@ extern "C" void * kvasir_hook_buffer_type(kvasir_hook * hook) { return &hook->bu
 extern "C" int64_t kvasir_hook_calls(const kvasir_hook * hook) { return hook->calls; }
 
 extern "C" int64_t kvasir_hook_rows_unfilled(const kvasir_hook * hook) { return hook->rows_unfilled; }
-
-extern "C" int32_t kvasir_hook_n_programs(kvasir_hook * hook) {
-    const std::lock_guard<std::mutex> lock(hook->mutex);
-    return static_cast<int32_t>(hook->programs.size());
-}
 
 extern "C" int32_t kvasir_hook_program(kvasir_hook * hook, int32_t index, kvasir_program_step * steps,
                                        int32_t * input_per_slot) {
