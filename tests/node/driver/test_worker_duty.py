@@ -18,7 +18,13 @@ from kvasir_node.driver.worker_duty import JOIN_DELAY_MAX_S
 from kvasir_node.model.store import StoredModel
 from kvasir_node.swarm_files import Founding, SwarmFiles
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import EngineFailed, ModelUnusable, PortInUse, RemoteProtocolError
+from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    EngineFailed,
+    ModelUnusable,
+    PortInUse,
+    RemoteProtocolError,
+)
 from kvasir_proto.ids import NodeId
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
@@ -348,6 +354,24 @@ async def test_a_fence_that_cannot_be_saved_is_not_told_to_the_engine(
         assert all(each.term < 4 for each in worker.engines.last.received if isinstance(each, SetFence))
         assert worker.duty.report()["last_error"] == "the disk is full"
         assert not worker.has_ended
+
+
+async def test_a_disk_that_is_full_when_a_backbone_is_first_followed_is_said_and_waited_out(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = Backbone(world, tmp_path)
+        worker = world.join(1, backbone, start=False)
+
+        def full(_epoch: int, _term: int) -> None:
+            raise ConfigurationInvalid("fence.json cannot be written: No space left on device")
+
+        worker.disk.fences.on_save = full
+        worker.start()
+        await until(lambda: "No space left" in worker.duty.state()[1])
+        assert not worker.has_ended
+        worker.disk.fences.on_save = lambda _epoch, _term: None
+        await until(lambda: worker.duty.state()[1] == "no plan yet")
 
 
 REFUSED_OFFERS: dict[str, tuple[Callable[[Backbone, TwinWorker], PlanOffer], str]] = {
