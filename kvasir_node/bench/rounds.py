@@ -1,7 +1,8 @@
 """The arithmetic of a benchmark: rounds of interleaved modes, and the figures that they give.
 
-A machine's speed drifts by more than what is measured here, so every mode runs in every round, in an order
-that rotates, and modes are compared within a round: figures are medians of per-round ratios and differences.
+A machine's speed drifts by more than what is measured here, so every mode runs in every round, token blocks
+in turns and in an order that rotates, and modes are compared within a round: figures are medians of per-round
+ratios and differences.
 The module knows numbers only; it starts and times nothing.
 """
 
