@@ -170,7 +170,8 @@ class Node:
             except (KvasirError, ValueError) as error:
                 log.debug("engine_statistics_unavailable", reason=str(error))
         statistics = document.get("engine_statistics") or {}
-        document["experts_missing_total"] = statistics.get("experts_missing_total", 0)
+        # Unknown is not zero: without an answer from the engine nobody can say that no row was missing.
+        document["experts_missing_total"] = statistics.get("experts_missing_total")
         return json.dumps(document)
 
     async def generate(

@@ -289,6 +289,8 @@ def _worker_decisions(backbone: dict[str, Any], workers: list[dict[str, Any]]) -
     The backbone counts what it asked of each holder, each worker what it computed; a worker that chose
     experts or rows of its own would show here.
     """
+    if any(each["engine_statistics"] is None for each in (backbone, *workers)):
+        raise EngineFailed("an engine did not answer when it was asked for its counters")
     asked = backbone["engine_statistics"]["dispatch"]["rows_by_holder"]
     return sum(abs(each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers)
 

@@ -221,11 +221,9 @@ async def _load_trunk(
         manifest_path=str(model.manifest_path),
         n_ctx=settings.n_ctx,
         n_ubatch=settings.n_ubatch,
-        n_batch=settings.n_ctx,
         threads=settings.n_threads,
         hooked=hooked,
         kv_type="f32" if settings.kv_type == "f32" else "f16",
-        n_seq=1,
     )
     return await load_trunk(engine, request)
 

@@ -113,3 +113,8 @@ class FenceStore(Protocol):
 
     def save(self, epoch: int, term: int) -> None:
         """Persist a pair that is not lower than the one before."""
+
+
+def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:
+    """What a status report says about an engine process; None where none runs."""
+    return None if engine is None else {"pid": engine.pid, "backend": engine.backend}

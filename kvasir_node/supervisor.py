@@ -349,7 +349,7 @@ async def start_engine(
         engine.backend = hello.backend
         binding = bind_engine(node_key, swarm_digest, hello.public_key, role, generation)
         node_id = node_id_of(node_key.public_key().public_bytes_raw())
-        identity = EngineIdentity(node_id, role, generation, swarm_digest, binding)
+        identity = EngineIdentity(node_id, role, binding)
         reply = await engine.exchange(identity, EngineCertificate, START_TIMEOUT_S)
     except BaseException:
         await engine.close()

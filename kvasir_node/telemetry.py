@@ -9,7 +9,6 @@ to a logger.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Literal, TextIO
@@ -68,23 +67,6 @@ def configure_telemetry(
     for library, least in _QUIET_LIBRARIES.items():
         # At debug the libraries may speak, but not below info: libp2p formats a line for each frame.
         logging.getLogger(library).setLevel(logging.INFO if level == "debug" else least)
-
-
-def configure_engine(role: str, environment: Mapping[str, str] | None = None) -> None:
-    """Configure an engine process as `engine_environment` of the process that started it says."""
-    given = os.environ if environment is None else environment
-    level, log_format = given.get("KVASIR_LOG_LEVEL"), given.get("KVASIR_LOG_FORMAT")
-    configure_telemetry(
-        level if level in _LEVELS else "info",  # type: ignore[arg-type] # a key of _LEVELS is a LogLevel
-        "json" if log_format == "json" else "console",
-        given,
-    )
-    bind_process(role=role, pid=os.getpid())
-
-
-def engine_environment(level: LogLevel, log_format: LogFormat) -> dict[str, str]:
-    """The variables that make an engine log as this process was told to, wherever it was told."""
-    return {"KVASIR_LOG_LEVEL": level, "KVASIR_LOG_FORMAT": log_format}
 
 
 def bind_process(**keys: object) -> None:

@@ -102,7 +102,6 @@ Sequence63: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
 Nanoseconds: TypeAlias = Annotated[int, Range(0, INT63_MAX)]
 Milliseconds: TypeAlias = Annotated[int, Range(1, 24 * 3600 * 1000)]
 """A duration somebody waits; at most a day."""
-SessionCount: TypeAlias = Annotated[int, Range(1, 256)]
 ThreadCount: TypeAlias = Annotated[int, Range(1, 1024)]
 LayerCount: TypeAlias = Annotated[int, Range(1, LAYERS_MAX)]
 Layer: TypeAlias = Annotated[int, Range(0, LAYERS_MAX - 1)]

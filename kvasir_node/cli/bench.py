@@ -24,10 +24,10 @@ from kvasir_node.bench.rounds import (
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, run_side_by_side
 from kvasir_node.bench.test_model import BENCH_SHAPE, size_bytes_of, write_test_model
 from kvasir_node.cli.measure import stored_model, working_directory
-from kvasir_node.cli.models import describe
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.locations import Locations
+from kvasir_node.model.report import file_report
 from kvasir_node.model.store import SPARE_BYTES, StoredModel
 from kvasir_proto.errors import EngineFailed, ModelUnusable, OutOfTolerance
 
@@ -144,7 +144,7 @@ def _document(
         "n_prefill": settings.n_prefill,
         "rounds": [{mode: _raw(each, mode) for mode in MODES} for each in rounds],
         "machine": machine,
-        "model": describe(stored),
+        "model": file_report(stored),
     }
 
 

@@ -14,7 +14,6 @@ import click
 import trio
 
 from kvasir_node.cli.generate import parse_token_ids
-from kvasir_node.cli.models import describe
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.locations import Locations
@@ -26,6 +25,7 @@ from kvasir_node.measure.logits import (
     parse_chunks,
     random_tokens,
 )
+from kvasir_node.model.report import file_report
 from kvasir_node.model.store import ModelStore, StoredModel
 from kvasir_proto.errors import OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
@@ -185,7 +185,7 @@ def _document(
         "ubatch": settings.n_ubatch,
         "kv_type": settings.kv_type,
         "processes": [dataclasses.asdict(each) for each in measured.processes],
-        "model": describe(stored),
+        "model": file_report(stored),
     }
 
 

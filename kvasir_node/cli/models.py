@@ -8,26 +8,8 @@ import click
 
 from kvasir_node.cli.output import json_option, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.model.store import ModelStore, StoredModel
-
-
-def describe(model: StoredModel) -> dict[str, object]:
-    """One model as `models list --json` shows it."""
-    manifest = model.manifest
-    return {
-        "name": model.name,
-        "digest": model.digest,
-        "arch": manifest.architecture,
-        "n_layer": manifest.n_layer,
-        "n_moe_layer": len(manifest.moe_layers),
-        "n_expert": manifest.n_expert,
-        "n_expert_used": manifest.n_expert_used,
-        "file_bytes": manifest.file_size_bytes,
-        "expert_bytes": manifest.experts_size_bytes(),
-        "backbone_bytes": manifest.trunk_size_bytes(),
-        "source": str(model.source_path),
-        "source_exists": model.source_path.exists(),
-    }
+from kvasir_node.model.report import file_report
+from kvasir_node.model.store import ModelStore
 
 
 def _mebibytes(count: object) -> str:
@@ -53,9 +35,9 @@ def add_model(session: CommandSession, file: Path, as_json: bool) -> None:
     with progress_on_stderr("hashing") as progress:
         model = ModelStore(session.locations.models).add(file, progress)
     if as_json:
-        print_json({"schema_version": 1, "model": describe(model)})
+        print_json({"schema_version": 1, "model": file_report(model)})
         return
-    described = describe(model)
+    described = file_report(model)
     click.echo(f"{model.name}  {model.digest}")
     click.echo(
         f"{described['arch']}, {described['n_layer']} layers, {described['n_expert']} experts "
@@ -70,7 +52,7 @@ def add_model(session: CommandSession, file: Path, as_json: bool) -> None:
 def list_models(session: CommandSession, as_json: bool) -> None:
     """List the models of this home."""
     session.configure()
-    found = [describe(model) for model in ModelStore(session.locations.models).list()]
+    found = [file_report(model) for model in ModelStore(session.locations.models).list()]
     if as_json:
         print_json({"schema_version": 1, "models": found})
         return

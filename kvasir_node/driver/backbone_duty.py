@@ -21,9 +21,10 @@ from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.roster import HEARTBEAT_INTERVAL_MS, Roster
 from kvasir_node.engine.certificate import verify_engine_certificate
+from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host
+from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk
 from kvasir_node.swarm_files import Founding
 from kvasir_node.telemetry import get_logger
@@ -78,6 +79,9 @@ LEASE_NS: Final = 1_500_000_000
 """LAN preset. The engine is told nine tenths of it: it stops before anybody could elect another."""
 
 LEASE_RENEWAL_S: Final = 0.4
+CANCEL_TIMEOUT_S: Final = 5.0
+"""How long a session that was cancelled may take to end; then it is forgotten."""
+
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
 _MEMBER_SILENCE_S: Final = 10.0
@@ -255,8 +259,12 @@ class BackboneDuty:
             async for token in tokens_out:
                 await emit(token)
         except BaseException:
-            with contextlib.suppress(EngineFailed), trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                await engine.send(CancelSession(session_id))
+            # The session counts as running, so that no plan changes under it, until the engine has ended it.
+            with contextlib.suppress(EngineFailed), trio.CancelScope(shield=True):
+                with trio.move_on_after(CANCEL_TIMEOUT_S):
+                    await engine.send(CancelSession(session_id))
+                    async for _ in tokens_out:
+                        pass
             raise
         finally:
             del self._sessions[session_id]
@@ -337,6 +345,7 @@ class BackboneDuty:
                     "accumulation": member.record.accumulation,
                     "memory_bytes": member.record.memory_bytes,
                     "ranks": ["output", "bulk"] if plan and len(plan.shard_of(member.node_id)) else [],
+                    "shard_bytes": member.shard_bytes,
                     "shards": len(plan.shard_of(member.node_id)) if plan else 0,
                     "last_seen_s": round((now - member.last_seen) / 1e9, 3),
                 }
@@ -378,11 +387,9 @@ class BackboneDuty:
                     manifest_path=str(self._model.manifest_path),
                     n_ctx=n_ctx,
                     n_ubatch=min(self._settings.n_ubatch, n_ctx),
-                    n_batch=n_ctx,
                     threads=self._settings.n_threads,
                     hooked=True,
                     kv_type="f16",
-                    n_seq=1,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine
@@ -557,6 +564,8 @@ class BackboneDuty:
         stream = await self._host.open_stream(node_id)
         try:
             accept = await ask(stream, PlanOffer(self._signed_plan, proof), PlanAccept, LOAD_TIMEOUT_S)
+            if member is not None:
+                member.shard_bytes = accept.memory_bytes
             if accept.shard_digest != shard.digest() or accept.revision != plan.revision:
                 raise RemoteProtocolError("it accepted another shard than was offered", "wrong_shard")
             grant = await ask(
@@ -585,6 +594,8 @@ class BackboneDuty:
         if isinstance(reply, HolderLost):
             self._roster.holder_lost(node_id, reply.code, reply.reason)
             raise RemoteProtocolError(reply.reason, reply.code)
+        if node_id in self._holder_events:
+            return  # it was lost again, or joined anew, before this task had its turn
         self._roster.set_state(node_id, "serving")
         log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))
         self._note_change()
@@ -605,22 +616,3 @@ class BackboneDuty:
         """Wait until something happened to this member's connection or membership."""
         await self._holder_events.setdefault(node_id, trio.Event()).wait()
         self._holder_events.pop(node_id, None)
-
-
-def model_report(model: StoredModel) -> dict[str, Any]:
-    """What status and demo say about a model."""
-    manifest = model.manifest
-    return {
-        "name": model.name,
-        "digest": model.digest,
-        "arch": manifest.architecture,
-        "n_layer": manifest.n_layer,
-        "n_moe_layer": len(manifest.moe_layers),
-        "n_expert": manifest.n_expert,
-        "n_expert_used": manifest.n_expert_used,
-    }
-
-
-def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:
-    """What status says about an engine process."""
-    return None if engine is None else {"pid": engine.pid, "backend": engine.backend}

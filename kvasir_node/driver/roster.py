@@ -41,6 +41,8 @@ class Member:
     state: MemberState
     reason: str
     last_seen: Instant
+    shard_bytes: int = 0
+    """What its shard takes of its memory, as it said when it accepted the plan."""
 
     @property
     def is_active(self) -> bool:

@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node import __version__
 from kvasir_node.backoff import retry_delay_s
-from kvasir_node.driver.backbone_duty import engine_report, model_report
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.engine.certificate import verify_engine_certificate
+from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, FenceStore, Host
+from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, FenceStore, Host, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
@@ -253,7 +253,7 @@ class WorkerDuty:
             self._assignment = assignment
             engine = await self._wait_engine()
             await self._load(engine, model, assignment)
-            return PlanAccept(plan.revision, assignment.shard.digest(), need, engine.backend)
+            return PlanAccept(plan.revision, assignment.shard.digest(), need)
 
     def _check_fits(self, model: StoredModel, shard: ShardSet) -> int:
         """The bytes of a shard, if it is of this model and there is room for it."""
@@ -323,7 +323,6 @@ class WorkerDuty:
             listening.port,
             token,
             engine.certificate,
-            TOKEN_LIFETIME_NS // 1_000_000,
         )
 
     def _reachable_host(self, host: str) -> str:

@@ -25,6 +25,7 @@ from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.llama_log import capture_llama_log
 from kvasir_node.engine.tls import EngineCredentials
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.telemetry import bind_process, configure_telemetry
 from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError
 from kvasir_proto.messages.engine import (
@@ -64,12 +65,15 @@ def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
     native_library.self_check()
     capture_llama_log()
     key = EngineKey.generate()
-    channel.send(EngineHello(key.public_der, os.getpid(), native_library.load().abi, "ggml-cpu"))
+    channel.send(EngineHello(key.public_der, os.getpid(), GgmlCpuKernel.backend))
     identity = channel.receive()
     if identity is None:
         return
     if not isinstance(identity, EngineIdentity):
         raise LocalProtocolError("control must say first who its engine is")
+    if identity.role != role:
+        raise LocalProtocolError(f"started as a {role}, and told to be a {identity.role}")
+    bind_process(node=identity.node_id)
     certificate = key.certificate(identity.binding)
     credentials = EngineCredentials(certificate.public_bytes(Encoding.PEM), key.private_pem, directory)
     engine = _make_role_engine(role, channel, credentials)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, TypeAlias, get_args
 
-from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, SwarmDigestField, Term
+from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, Term
 from kvasir_proto.limits import (
     ENGINE_FRAME_SIZE_MAX,
     CertificateDer,
@@ -42,7 +42,6 @@ from kvasir_proto.limits import (
     Seed,
     Sentence,
     Sequence63,
-    SessionCount,
     ShardBytes,
     SignedBytes,
     Temperature,
@@ -50,7 +49,6 @@ from kvasir_proto.limits import (
     Token,
     Tokens,
     TopK,
-    Version,
     Word,
 )
 from kvasir_proto.messages import Family
@@ -65,7 +63,6 @@ class EngineHello:
     kind: ClassVar[str] = "engine_hello"
     public_key: PublicKeyDer
     pid: Count
-    native_abi: Version
     backend: Word
 
 
@@ -79,8 +76,6 @@ class EngineIdentity:
     kind: ClassVar[str] = "engine_identity"
     node_id: NodeIdField
     role: Role
-    generation: Sequence63
-    swarm_digest: SwarmDigestField
     binding: SignedBytes
 
 
@@ -222,11 +217,9 @@ class LoadTrunk:
     manifest_path: FilePath
     n_ctx: PositionCount
     n_ubatch: PositionCount
-    n_batch: PositionCount
     threads: ThreadCount
     hooked: bool
     kv_type: Literal["f16", "f32"]
-    n_seq: SessionCount
 
 
 @dataclass(frozen=True, slots=True)

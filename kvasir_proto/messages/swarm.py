@@ -96,7 +96,6 @@ class PlanAccept:
     revision: Sequence63
     shard_digest: Digest
     memory_bytes: Count
-    backend: Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,6 @@ class DataGrant:
     port: Port
     token: OneTimeToken
     engine_certificate: CertificateDer
-    expires_in_ms: Milliseconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,7 +363,7 @@ class Orphan:
         digest = SwarmDigest(bytes(32))
         binding = bind_engine(key, digest, self.public_key, role, 1)
         node_id = node_id_of(key.public_key().public_bytes_raw())
-        self.control.send(EngineIdentity(node_id, role, 1, digest, binding))
+        self.control.send(EngineIdentity(node_id, role, binding))
         assert isinstance(self.control.receive(), EngineCertificate)
 
     def send_noise(self) -> None:

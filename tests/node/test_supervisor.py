@@ -54,7 +54,7 @@ PRELUDE = """
     channel = ControlChannel(connection)
 
     def introduce():
-        channel.send(EngineHello(b"key", os.getpid(), 1, "script"))
+        channel.send(EngineHello(b"key", os.getpid(), "script"))
         assert isinstance(channel.receive(), EngineIdentity)
         channel.send(EngineCertificate(b"certificate"))
 """
@@ -352,6 +352,6 @@ async def test_a_model_on_which_the_engine_dies_is_unusable(
 ) -> None:
     use_script(tmp_path, monkeypatch, "introduce()\nchannel.receive()\nos.abort()")
     async with engine_of(tmp_path) as engine:
-        request = LoadTrunk(engine.next_request(), "/x", "/y", 8, 8, 8, 1, True, "f16", 1)
+        request = LoadTrunk(engine.next_request(), "/x", "/y", 8, 8, 1, True, "f16")
         with pytest.raises(ModelUnusable, match="killed by SIGABRT"):
             await load_trunk(engine, request)

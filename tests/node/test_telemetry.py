@@ -12,9 +12,7 @@ import pytest
 
 from kvasir_node.telemetry import (
     bind_process,
-    configure_engine,
     configure_telemetry,
-    engine_environment,
     get_logger,
 )
 
@@ -73,21 +71,6 @@ def test_keys_of_the_process_are_on_every_event_of_every_thread() -> None:
     thread.join()
     (event,) = lines(stream)
     assert (event["role"], event["term"]) == ("worker", 2)
-
-
-def test_an_engine_logs_as_its_daemon_was_told_to(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_engine("worker", engine_environment("warning", "json"))
-    get_logger().info("shard_loaded")
-    get_logger().warning("frame_refused")
-    (event,) = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert (event["event"], event["role"]) == ("frame_refused", "worker")
-    assert isinstance(event["pid"], int)
-
-
-def test_an_engine_without_instructions_logs_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_engine("backbone", {"KVASIR_LOG_LEVEL": "nonsense"})
-    get_logger().info("trunk_loaded")
-    assert "trunk_loaded" in capsys.readouterr().err
 
 
 def test_configuring_again_replaces_what_was_there() -> None:

@@ -76,7 +76,8 @@ REPORT_KEYS = {
     *("rows_retried_total", "last_error"),
 }
 MEMBER_KEYS = {
-    *("node_id", "state", "reason", "backend", "device", "accumulation", "memory_bytes", "ranks", "shards"),
+    *("node_id", "state", "reason", "backend", "device", "accumulation", "memory_bytes"),
+    *("ranks", "shard_bytes", "shards"),
     "last_seen_s",
 }
 
