@@ -29,9 +29,6 @@ from kvasir_node import app
 from kvasir_node.config import load_configuration
 from kvasir_node.control import collect_text, connect_daemon, request_status
 from kvasir_node.local_swarm import (
-    DEFAULT_MIN_P,
-    DEFAULT_TOP_K,
-    DEFAULT_TOP_P,
     RunSettings,
     evaluate_logits,
     generate,
@@ -41,6 +38,7 @@ from kvasir_node.locations import Locations, locate
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_proto.errors import EngineFailed, NotRunning
 from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest
+from kvasir_proto.sampling import Sampling
 
 READY_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -59,8 +57,7 @@ class DemoOptions:
     n_workers: int
     n_tokens: int
     prompt: str
-    seed: int
-    temperature: float
+    sampling: Sampling
     kill_worker: bool
 
 
@@ -130,11 +127,7 @@ async def _demonstrate(
         prompt=options.prompt,
         token_ids=(),
         n_tokens=options.n_tokens,
-        seed=options.seed,
-        temperature=options.temperature,
-        top_k=DEFAULT_TOP_K,
-        top_p=DEFAULT_TOP_P,
-        min_p=DEFAULT_MIN_P,
+        sampling=options.sampling,
     )
     report.text(options.prompt)
     killed_pid = None
@@ -242,8 +235,7 @@ async def _compare(
             engine,
             options.prompt,
             options.n_tokens,
-            seed=options.seed,
-            temperature=options.temperature,
+            sampling=options.sampling,
         )
         prompt_ids = alone.prompt_ids
         token_ids = prompt_ids + tuple(tokens)

@@ -44,6 +44,7 @@ from kvasir_proto.messages.engine import (
     TrunkLoaded,
 )
 from kvasir_proto.placement.plan import Plan, make_plan
+from kvasir_proto.sampling import Sampling
 from kvasir_proto.term_proof import (
     FOUNDING_EPOCH,
     FOUNDING_TERM,
@@ -58,11 +59,6 @@ EVALUATE_TIMEOUT_S: Final = 3600.0
 _TOKEN_LIFETIME_NS: Final = 10_000_000_000
 _LEASE_NS: Final = 24 * 3600 * 1_000_000_000
 _HOST: Final = "127.0.0.1"
-
-DEFAULT_TOP_K: Final = 40
-DEFAULT_TOP_P: Final = 0.95
-DEFAULT_MIN_P: Final = 0.05
-"""The filters that `generate` uses unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +173,8 @@ async def evaluate_logits(
     return await engine.exchange(request, LogitsEvaluated, EVALUATE_TIMEOUT_S)
 
 
-async def generate(
-    engine: Engine, prompt: str, n_tokens: int, *, seed: int, temperature: float
-) -> Generation:
-    """Run one session with the default filters. Raises `EngineFailed` when it fails."""
+async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Sampling) -> Generation:
+    """Run one session. Raises `EngineFailed` when it fails."""
     tokenized = await engine.exchange(Tokenize(engine.next_request(), prompt), Tokenized, CONNECT_TIMEOUT_S)
     session = SessionId(secrets.token_bytes(16))
     await engine.send(
@@ -189,11 +183,7 @@ async def generate(
             prompt=None,
             token_ids=tokenized.token_ids,
             n_tokens=n_tokens,
-            seed=seed,
-            temperature=temperature,
-            top_k=DEFAULT_TOP_K,
-            top_p=DEFAULT_TOP_P,
-            min_p=DEFAULT_MIN_P,
+            sampling=sampling,
             deadline_ms=int(EVALUATE_TIMEOUT_S * 1000),
         )
     )

@@ -23,7 +23,6 @@ import numpy as np
 from kvasir_node.backbone.dispatcher import Dispatcher
 from kvasir_node.backbone.holder import open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
-from kvasir_node.backbone.sampling import SamplingParameters
 from kvasir_node.backbone.session import EmittedToken, SessionOutcome, check_deadline, run_session
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
@@ -231,13 +230,7 @@ class BackboneEngine:
                     trunk,
                     prompt,
                     message.n_tokens,
-                    SamplingParameters(
-                        seed=message.seed,
-                        temperature=message.temperature,
-                        top_k=message.top_k,
-                        top_p=message.top_p,
-                        min_p=message.min_p,
-                    ),
+                    message.sampling,
                     outcome=outcome,
                     check_authority=self._lease.check,
                     emit=lambda token: self._emit(message.session, token),

@@ -8,27 +8,13 @@ continuation on another backbone draws the same numbers. The module refuses to k
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from kvasir_proto.errors import EngineFailed
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParameters:
-    """How a distribution is filtered before the draw. ``temperature`` 0 means greedy.
-
-    ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch their filter off. ``seed`` is 64 bits.
-    """
-
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
+from kvasir_proto.sampling import Sampling
 
 
 def uniform_draw(seed: int, position: int) -> float:
@@ -54,7 +40,7 @@ def draw_token(token_ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]
 class Sampler:
     """One session's sampler over logits of shape [n_vocab]."""
 
-    def __init__(self, parameters: SamplingParameters, n_vocab: int) -> None:
+    def __init__(self, parameters: Sampling, n_vocab: int) -> None:
         self._parameters = parameters
         self._candidates = (llama_cpp.llama_token_data * n_vocab)()
         self._view = np.ctypeslib.as_array(self._candidates)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvasir_node.backbone.sampling import Sampler, SamplingParameters
+from kvasir_node.backbone.sampling import Sampler
 from kvasir_node.backbone.trunk import Trunk
 from kvasir_proto.errors import EngineFailed, UsageError
 from kvasir_proto.limits import EndReason
+from kvasir_proto.sampling import Sampling
 
 
 class SessionDeadlineExpired(EngineFailed):
@@ -47,7 +48,7 @@ def run_session(
     trunk: Trunk,
     prompt: Sequence[int],
     n_tokens: int,
-    parameters: SamplingParameters,
+    parameters: Sampling,
     *,
     outcome: SessionOutcome,
     check_authority: Callable[[], object],

@@ -14,6 +14,7 @@ from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.status import short_id
 from kvasir_proto.errors import UsageError
+from kvasir_proto.sampling import Sampling
 
 KILL_WORKERS_MIN = 3
 WORKERS_MAX = 16
@@ -56,7 +57,7 @@ def demo(
     session.configure()
     from kvasir_node.demo import DemoOptions, DemoReporter, run_demo
 
-    options = DemoOptions(workers, tokens, prompt, seed, temperature, kill_worker)
+    options = DemoOptions(workers, tokens, prompt, Sampling(seed=seed, temperature=temperature), kill_worker)
     report = DemoReporter(
         say=note,
         show=_ignore_status if as_json else _show_swarm,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from typing import Final
 
 import click
 import trio
@@ -15,6 +16,7 @@ from kvasir_node.control import collect_text, connect_daemon
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, UsageError
 from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.sampling import Sampling
 
 
 def parse_token_ids(text: str | None) -> tuple[int, ...]:
@@ -30,16 +32,17 @@ def parse_token_ids(text: str | None) -> tuple[int, ...]:
     return ids
 
 
-@click.command()
+_DEFAULT: Final = Sampling()
+
+
+@click.command(context_settings={"show_default": True})
 @click.argument("prompt", required=False)
 @click.option("--token-ids", help="The prompt as token ids, comma-separated, instead of text.")
-@click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128, show_default=True)
-@click.option(
-    "--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy."
-)
-@click.option("--top-k", type=click.IntRange(0), default=40, show_default=True, help="0 switches it off.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="1: off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="0: off.")
+@click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=_DEFAULT.temperature, help="0: greedy.")
+@click.option("--top-k", type=click.IntRange(0), default=_DEFAULT.top_k, help="0 switches it off.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=_DEFAULT.top_p, help="1 switches it off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=_DEFAULT.min_p, help="0 switches it off.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same text. Default: random.")
 @json_option
 @click.pass_obj
@@ -68,11 +71,13 @@ def generate(
         prompt=prompt,
         token_ids=ids,
         n_tokens=n_tokens,
-        seed=secrets.randbits(63) if seed is None else seed,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        sampling=Sampling(
+            seed=secrets.randbits(63) if seed is None else seed,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+        ),
     )
     try:
         encode(request)
@@ -90,7 +95,7 @@ async def _generate(session: CommandSession, request: GenerateRequest, as_json: 
                 "schema_version": 1,
                 "text": text,
                 "token_ids": tokens,
-                "seed": request.seed,
+                "seed": request.sampling.seed,
                 "reason": end.reason,
                 **json.loads(end.statistics),
             }

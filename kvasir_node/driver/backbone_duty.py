@@ -248,11 +248,7 @@ class BackboneDuty:
                     request.prompt,
                     request.token_ids,
                     request.n_tokens,
-                    request.seed,
-                    request.temperature,
-                    request.top_k,
-                    request.top_p,
-                    request.min_p,
+                    request.sampling,
                     SESSION_TIMEOUT_MS,
                 )
             )

@@ -34,24 +34,21 @@ from kvasir_proto.limits import (
     PortOrAny,
     Position,
     PositionCount,
-    Probability,
     Prompt,
     ProofBytes,
     PublicKeyDer,
     Role,
-    Seed,
     Sentence,
     Sequence63,
     ShardBytes,
     SignedBytes,
-    Temperature,
     ThreadCount,
     Token,
     Tokens,
-    TopK,
     Word,
 )
 from kvasir_proto.messages import Family
+from kvasir_proto.sampling import Sampling
 
 # --- start and identity -------------------------------------------------------------------------------------
 
@@ -308,11 +305,7 @@ class Generate:
     prompt: Prompt | None
     token_ids: Tokens
     n_tokens: PositionCount
-    seed: Seed
-    temperature: Temperature
-    top_k: TopK
-    top_p: Probability
-    min_p: Probability
+    sampling: Sampling
     deadline_ms: Milliseconds
 
 

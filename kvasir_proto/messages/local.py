@@ -21,17 +21,14 @@ from kvasir_proto.limits import (
     Piece,
     Position,
     PositionCount,
-    Probability,
     Prompt,
-    Seed,
     Sentence,
-    Temperature,
     Token,
     Tokens,
-    TopK,
     Word,
 )
 from kvasir_proto.messages import Family
+from kvasir_proto.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +54,7 @@ class GenerateRequest:
     prompt: Prompt | None
     token_ids: Tokens
     n_tokens: PositionCount
-    seed: Seed
-    temperature: Temperature
-    top_k: TopK
-    top_p: Probability
-    min_p: Probability
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,11 @@ import trio
 from kvasir_node.control import connect_daemon
 from kvasir_proto.errors import KvasirError
 from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
+from kvasir_proto.sampling import Sampling
 from tests.loopback.daemons import PATIENCE_S, Daemon, kvasir, wait_for
 from tests.model_makers import ModelShape, make_qwen3moe
+
+SAMPLING = Sampling(seed=5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
@@ -61,7 +64,7 @@ async def _generate(daemon: Daemon, n_tokens: int, on_token: Callable[[int], Non
     tokens: list[int] = []
     with trio.fail_after(PATIENCE_S):
         async with connect_daemon(daemon.locations.control_socket) as connection:
-            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, 5, 1.0, 0, 1.0, 0.0))
+            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
             while True:
                 reply = await connection.receive()
                 if isinstance(reply, GenerateEnd):
@@ -185,7 +188,7 @@ def test_a_client_that_goes_away_ends_its_session(swarm: Swarm) -> None:
 
     async def leave() -> None:
         async with connect_daemon(swarm.founder.locations.control_socket) as connection:
-            await connection.send(GenerateRequest(None, (5, 6, 7), 2000, 5, 1.0, 0, 1.0, 0.0))
+            await connection.send(GenerateRequest(None, (5, 6, 7), 2000, SAMPLING))
             await connection.receive()
 
     trio.run(leave)

@@ -49,6 +49,7 @@ from kvasir_proto.messages.engine import (
     SessionEnded,
     TokenEmitted,
 )
+from kvasir_proto.sampling import Sampling
 from tests.model_makers import ModelShape, make_qwen3moe
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
@@ -94,11 +95,7 @@ class Session:
                 prompt=None,
                 token_ids=PROMPT,
                 n_tokens=N_TOKENS,
-                seed=1,
-                temperature=0.0,
-                top_k=0,
-                top_p=1.0,
-                min_p=0.0,
+                sampling=Sampling(temperature=0.0),
                 deadline_ms=deadline_ms,
             )
         )

@@ -39,6 +39,7 @@ from kvasir_proto.messages.local import (
     StopRequest,
     TokenEvent,
 )
+from kvasir_proto.sampling import Sampling
 
 pytestmark = pytest.mark.loopback
 
@@ -47,7 +48,7 @@ Emit = Callable[[TokenEvent], Awaitable[None]]
 
 
 def ask_for_text(n_tokens: int = 2) -> GenerateRequest:
-    return GenerateRequest("hello", (), n_tokens, 1, 0.0, 0, 1.0, 0.0)
+    return GenerateRequest("hello", (), n_tokens, Sampling())
 
 
 ENDED = GenerateEnd("length", "", "", "{}")

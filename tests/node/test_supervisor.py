@@ -38,6 +38,7 @@ from kvasir_proto.ids import SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineFault, Generate, LoadTrunk, Tokenized
+from kvasir_proto.sampling import Sampling
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 NODE_ID = node_id_of(KEY.public_key().public_bytes_raw())
@@ -264,7 +265,7 @@ async def test_a_message_is_never_broken_off_midway(tmp_path: Path, monkeypatch:
                 break
         """,
     )
-    large = Generate(bytes(16), "x" * 300_000, (), 1, 1, 0.0, 0, 1.0, 0.0, 1)  # type: ignore[arg-type]
+    large = Generate(bytes(16), "x" * 300_000, (), 1, Sampling(), 1)  # type: ignore[arg-type]
     async with engine_of(tmp_path) as engine:
         n_sent = 0
         for _ in range(supervisor.FRAMES_WAITING_MAX + 8):

@@ -20,9 +20,10 @@ from kvasir_proto.messages import Family
 from kvasir_proto.messages.engine import ENGINE, HolderConnected
 from kvasir_proto.messages.local import LOCAL, GenerateRequest, StatusRequest
 from kvasir_proto.messages.swarm import SWARM, Heartbeat, Hello, Refusal
+from kvasir_proto.sampling import Sampling
 from tests.proto.declared import FAMILIES, MEMBER_IDS, MEMBERS, example_of, values_of
 
-REQUEST = GenerateRequest("once", (), 4, 1, 0.5, 40, 0.9, 0.05)
+REQUEST = GenerateRequest("once", (), 4, Sampling(1, 0.5, 40, 0.9, 0.05))
 
 
 def _refused(data: bytes, family: Family[Any]) -> RemoteProtocolError:
@@ -56,9 +57,9 @@ def test_encoding_is_canonical(family: Family[Any], member: type[Any]) -> None:
 
 
 def test_whole_number_may_be_given_for_a_float() -> None:
-    request = dataclasses.replace(REQUEST, temperature=1)
+    request = dataclasses.replace(REQUEST, sampling=Sampling(temperature=1))
     assert decode(encode(request), LOCAL) == request
-    assert type(msgpack.unpackb(encode(request))["temperature"]) is float
+    assert type(msgpack.unpackb(encode(request))["sampling"]["temperature"]) is float
 
 
 # --- arbitrary input ----------------------------------------------------------------------------------------
@@ -260,7 +261,9 @@ def test_extension_types_are_refused() -> None:
     ],
 )
 def test_values_outside_their_declaration_are_refused(name: str, value: Any, code: str) -> None:
-    error = _refused(msgpack.packb(_document(REQUEST, **{name: value})), LOCAL)
+    document = _document(REQUEST)
+    (document["sampling"] if name in document["sampling"] else document)[name] = value
+    error = _refused(msgpack.packb(document), LOCAL)
     assert error.code == code
     assert name in error.reason
 
@@ -279,10 +282,10 @@ def test_node_ids_are_checked_not_only_measured() -> None:
     "changes",
     [
         {"n_tokens": 0},
-        {"seed": True},
-        {"seed": 1 << 64},
-        {"temperature": float("nan")},
-        {"temperature": 1 << 60},
+        {"sampling": Sampling(seed=True)},
+        {"sampling": Sampling(seed=1 << 64)},
+        {"sampling": Sampling(temperature=float("nan"))},
+        {"sampling": Sampling(temperature=1 << 60)},
         {"token_ids": [1, 2]},
         {"prompt": "\ud800"},
         {"prompt": 3},

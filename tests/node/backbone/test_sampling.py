@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_node.backbone.sampling import Sampler, SamplingParameters, draw_token, uniform_draw
+from kvasir_node.backbone.sampling import Sampler, draw_token, uniform_draw
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.sampling import Sampling
 
-PLAIN = SamplingParameters(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+PLAIN = Sampling(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 N_VOCAB = 50
 
 
@@ -18,7 +19,7 @@ def logits_of(seed: int, n: int = N_VOCAB) -> np.ndarray[tuple[int], np.dtype[np
     return (3 * np.random.default_rng(seed).normal(size=n)).astype(np.float32)
 
 
-def sample(parameters: SamplingParameters, seed: int, position: int) -> int:
+def sample(parameters: Sampling, seed: int, position: int) -> int:
     logits = logits_of(seed)
     sampler = Sampler(parameters, len(logits))
     try:
@@ -123,7 +124,7 @@ def test_frequencies_follow_the_distribution() -> None:
 
 
 def test_greedy_takes_the_highest_and_of_equals_the_lowest_id() -> None:
-    greedy = SamplingParameters(temperature=0.0)
+    greedy = Sampling(temperature=0.0)
     sampler = Sampler(greedy, 4)
     assert sampler.sample(np.array([0.0, 2.0, 2.0, 1.0], np.float32), 0) == 1
     sampler.close()
@@ -148,7 +149,7 @@ def test_without_filters_a_sample_is_the_draw_on_the_whole_distribution() -> Non
 
 @pytest.mark.parametrize("top_k", [1, 3, 10])
 def test_top_k_keeps_the_k_highest(top_k: int) -> None:
-    parameters = SamplingParameters(seed=7, temperature=2.0, top_k=top_k, top_p=1.0, min_p=0.0)
+    parameters = Sampling(seed=7, temperature=2.0, top_k=top_k, top_p=1.0, min_p=0.0)
     highest = set(np.argsort(logits_of(5))[-top_k:].tolist())
     drawn = {sample(parameters, 5, position) for position in range(200)}
     assert drawn <= highest
@@ -161,15 +162,15 @@ def test_top_p_and_min_p_cut_the_tail() -> None:
     order = np.argsort(-weights)
     mass = np.cumsum(weights[order]) / weights.sum()
     nucleus = set(order[: int(np.searchsorted(mass, 0.7)) + 1].tolist())
-    parameters = SamplingParameters(seed=1, temperature=1.0, top_k=0, top_p=0.7, min_p=0.0)
+    parameters = Sampling(seed=1, temperature=1.0, top_k=0, top_p=0.7, min_p=0.0)
     assert {sample(parameters, 5, position) for position in range(200)} == nucleus
     likely = set(np.flatnonzero(weights >= 0.2).tolist())
-    parameters = SamplingParameters(seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
+    parameters = Sampling(seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
     assert {sample(parameters, 5, position) for position in range(200)} == likely
 
 
 def test_a_low_temperature_is_nearly_greedy() -> None:
-    parameters = SamplingParameters(seed=1, temperature=0.01)
+    parameters = Sampling(seed=1, temperature=0.01)
     assert {sample(parameters, 5, position) for position in range(50)} == {int(np.argmax(logits_of(5)))}
 
 
@@ -178,7 +179,7 @@ def test_a_low_temperature_is_nearly_greedy() -> None:
 def test_logits_that_are_no_distribution_are_an_error(temperature: float, bad: float) -> None:
     logits = logits_of(1)
     logits[3] = bad
-    sampler = Sampler(SamplingParameters(temperature=temperature), N_VOCAB)
+    sampler = Sampler(Sampling(temperature=temperature), N_VOCAB)
     with pytest.raises(EngineFailed, match="position 12"):
         sampler.sample(logits, 12)
     logits[3] = -np.inf  # a token that is ruled out is no reason to stop

@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pytest
 
 from kvasir_node.backbone import session
-from kvasir_node.backbone.sampling import SamplingParameters
 from kvasir_node.backbone.session import EmittedToken, SessionDeadlineExpired, SessionOutcome, run_session
 from kvasir_node.backbone.trunk import DecodeFailed, Trunk, TrunkSettings
 from kvasir_node.engine.lease import LeaseExpired
 from kvasir_proto.errors import NoHolderLeft, UsageError
+from kvasir_proto.sampling import Sampling
 
 N_VOCAB = 40
 END = 39
-GREEDY = SamplingParameters(temperature=0.0)
+GREEDY = Sampling(temperature=0.0)
 
 
 class CountingTrunk:

@@ -55,6 +55,7 @@ from kvasir_proto.messages.swarm import (
     Welcome,
 )
 from kvasir_proto.placement.plan import open_plan
+from kvasir_proto.sampling import Sampling
 from kvasir_proto.signing import sign_message
 from tests.node.driver.memory_network import MemoryHost, MemoryStream
 from tests.node.driver.twins import (
@@ -83,7 +84,7 @@ MEMBER_KEYS = {
 
 
 def text(n_tokens: int = 3) -> GenerateRequest:
-    return GenerateRequest("hello", (), n_tokens, 1, 0.0, 0, 1.0, 0.0)
+    return GenerateRequest("hello", (), n_tokens, Sampling())
 
 
 async def ignore(_token: TokenEmitted) -> None:
