@@ -567,7 +567,7 @@ class Dispatcher:
         n_pairs = len(request.pairs)
         if request.abandoned or not n_pairs:
             return True
-        holder.rate.learn(header.compute_ns, time.monotonic_ns() - request.submitted_ns, n_pairs)
+        holder.rate.learn(time.monotonic_ns() - request.submitted_ns - holder.rtt_ns, n_pairs)
         bad = self._scatter(holder.payload_address, request.pairs_address, n_pairs)
         if bad >= 0:
             self._require_finite_input(int(request.pairs[bad]))

@@ -36,7 +36,7 @@ exception and another poll.
 """
 
 REPLY_FLOOR_NS: Final = 2_000_000_000
-"""The constant part of a reply's deadline, for loopback; the rest grows with the predicted compute."""
+"""The constant part of a reply's deadline, for loopback; the rest grows with the predicted answer time."""
 
 PAIR_NS_MAX: Final = 1_000_000_000
 """The slowest rate that is believed: a holder that needs longer for a pair is late, whatever it says."""
@@ -44,9 +44,9 @@ PAIR_NS_MAX: Final = 1_000_000_000
 OPEN_TIMEOUT_S: Final = 10.0
 """Longest time for the whole OPEN exchange."""
 
-_COMPUTE_MARGIN: Final = 4
+_ANSWER_MARGIN: Final = 4
 _FIRST_PAIR_NS: Final = 2_000_000
-"""Predicted compute per pair before anything was measured."""
+"""Predicted time a pair before anything was measured."""
 
 _SMOOTHING: Final = 0.2
 
@@ -70,21 +70,19 @@ class Request:
 
 
 @dataclass(slots=True)
-class ComputeRate:
-    """Smoothed nanoseconds a holder needs for one pair, learnt from its replies.
+class AnswerRate:
+    """Smoothed nanoseconds between a request and its rows, a pair, the round trip taken off.
 
-    A holder's own word for how long it computed is taken up to the time that really passed: deadlines grow
-    with this rate, and no holder may talk itself into an endless one.
+    Measured here and not by the holder's word for it: transfer over a slow link is part of what a large
+    request takes, and no holder may talk itself into an endless deadline.
     """
 
     pair_ns: float = _FIRST_PAIR_NS
     measured: bool = False
 
-    def learn(self, compute_ns: int, elapsed_ns: int, n_pairs: int) -> None:
-        """Take in one reply's compute time, as it claims, and the time since its request was submitted."""
-        sample = min(compute_ns, elapsed_ns) / max(1, n_pairs)
-        if sample > PAIR_NS_MAX:
-            sample = PAIR_NS_MAX
+    def learn(self, elapsed_ns: int, n_pairs: int) -> None:
+        """Take in how long one reply for ``n_pairs`` took."""
+        sample = min(max(0, elapsed_ns) / max(1, n_pairs), PAIR_NS_MAX)
         self.pair_ns = sample if not self.measured else self.pair_ns + _SMOOTHING * (sample - self.pair_ns)
         self.measured = True
 
@@ -97,7 +95,7 @@ class RemoteHolder:
     connection: ssl.SSLSocket
     rtt_ns: int = 0
     reply_floor_ns: int = REPLY_FLOOR_NS
-    rate: ComputeRate = field(default_factory=ComputeRate)
+    rate: AnswerRate = field(default_factory=AnswerRate)
     programs: set[int] = field(default_factory=set)
     outstanding: deque[Request] = field(default_factory=deque)
     _sending: deque[Request] = field(default_factory=deque)
@@ -111,11 +109,11 @@ class RemoteHolder:
         self._incoming_address = _address_of(self._incoming)
 
     def deadline_for(self, n_pairs: int, now_ns: int) -> int:
-        """When a reply for ``n_pairs`` is late: RTT + 4 x predicted compute + floor, behind what waits."""
+        """When a reply for ``n_pairs`` is late: RTT + 4 x predicted time + floor, behind what waits."""
         for request in self.outstanding:
             n_pairs += len(request.pairs)
         predicted = int(n_pairs * self.rate.pair_ns)
-        return now_ns + self.rtt_ns + _COMPUTE_MARGIN * predicted + self.reply_floor_ns
+        return now_ns + self.rtt_ns + _ANSWER_MARGIN * predicted + self.reply_floor_ns
 
     def submit(self, request: Request) -> None:
         """Queue a request; `send_pending` sends it."""

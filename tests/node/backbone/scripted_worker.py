@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvasir_node.backbone.holder import ComputeRate, RemoteHolder
+from kvasir_node.backbone.holder import AnswerRate, RemoteHolder
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import DispatchHeader, FrameKind, Header, PlainHeader, ReplyCode
 from kvasir_proto.ids import NodeId, node_id_of
@@ -109,7 +109,7 @@ class ScriptedWorker:
             self.node_id,
             self.backbone_end,
             reply_floor_ns=reply_floor_ns,
-            rate=ComputeRate(pair_ns=1000.0, measured=True),
+            rate=AnswerRate(pair_ns=1000.0, measured=True),
         )
 
     def end(self) -> None:
