@@ -84,8 +84,11 @@ class EnginePort(Protocol):
     ) -> ReplyT:
         """Send and wait for the matching reply; raises the engine's fault, or `EngineFailed`."""
 
-    async def statistics_json(self) -> str:
+    async def statistics_json(self, timeout_s: float = ...) -> str:
         """Its counters as one JSON object; raises like `exchange`."""
+
+    def kill(self) -> None:
+        """End it at once."""
 
     async def wait_ended(self) -> str:
         """Wait for its end; the reason."""

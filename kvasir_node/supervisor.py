@@ -61,6 +61,10 @@ START_TIMEOUT_S: Final = 60.0
 LOAD_TIMEOUT_S: Final = 900.0
 """For an engine to read what it was told to hold: a backbone file, or a shard with all its digests."""
 
+WATCH_INTERVAL_S: Final = 5.0
+WATCH_TIMEOUT_S: Final = 30.0
+"""How long an engine may leave a simple question unanswered; a busy machine is slow, a stopped one mute."""
+
 STOP_TIMEOUT_S: Final = 6.0
 """How long an engine may take to end in good order before it is killed."""
 
@@ -124,6 +128,24 @@ async def keep_running(
         first = False
         failures = 1 if between(started, now()) > STEADY_AFTER else failures + 1
         await trio.sleep(retry_delay_s(failures, _RESTART_DELAY_FIRST_S, _RESTART_DELAY_MAX_S))
+
+
+async def watch_engine(engine: EnginePort, quiet: trio.Lock) -> None:
+    """Kill an engine that does not answer any more: stopped, deadlocked, lost in a driver.
+
+    Whoever keeps it running then starts another. ``quiet`` is held by who has given the engine work that may
+    keep it from answering.
+    """
+    while not engine.has_ended:
+        await trio.sleep(WATCH_INTERVAL_S)
+        async with quiet:
+            try:
+                await engine.statistics_json(WATCH_TIMEOUT_S)
+            except EngineFailed as error:
+                if not engine.has_ended:
+                    log.error("engine_unresponsive", pid=engine.pid, reason=str(error))
+                    engine.kill()
+                    return
 
 
 def error_of_fault(fault: EngineFault) -> KvasirError:
@@ -263,6 +285,10 @@ class Engine:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async for data in self._written:
                 await self._stream.send_all(data)
+
+    def kill(self) -> None:
+        """End the engine at once, whatever state it is in; `wait_ended` says when it is gone."""
+        self._process.kill()
 
     async def close(self) -> None:
         """End the engine in good order, or kill it; returns within a bounded time."""

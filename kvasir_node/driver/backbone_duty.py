@@ -25,7 +25,7 @@ from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host, engine_report
-from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk, watch_engine
 from kvasir_node.swarm_files import Founding
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
@@ -390,6 +390,7 @@ class BackboneDuty:
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine
                 nursery.start_soon(self._renew_lease, engine)
+                nursery.start_soon(watch_engine, engine, trio.Lock())
                 nursery.start_soon(self._serve_plan, engine)
                 self._note_change()
                 await self._handle_events(engine)

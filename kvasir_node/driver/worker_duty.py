@@ -24,7 +24,7 @@ from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, FenceStore, Host, engine_report
-from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, watch_engine
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import CapabilityRecord
@@ -359,6 +359,7 @@ class WorkerDuty:
                 self._engine = engine
                 self._engine_up.set()
                 nursery.start_soon(self._load_again, engine)
+                nursery.start_soon(watch_engine, engine, self._load_lock)
                 async for event in engine.events:
                     log.warning("engine_message_unexpected", kind=event.kind)
                 reason = await engine.wait_ended()

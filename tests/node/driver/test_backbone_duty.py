@@ -37,6 +37,7 @@ from kvasir_proto.messages.engine import (
     HolderConnected,
     LoadShard,
     LoadTrunk,
+    QueryStatistics,
     RemoveHolder,
     SessionEnded,
     SetLease,
@@ -721,6 +722,21 @@ async def test_the_death_of_the_engine_fails_its_sessions_and_everything_comes_b
         assert set(founder.engines.last.connected) == {each.node_id for each in workers}
         assert founder.revision == 1
         assert all(each.engines.last.count(LoadShard) == 1 for each in workers), "shards stay where they are"
+        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_an_engine_that_does_not_answer_any_more_is_killed_and_its_sessions_fail(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder, _ = await ready_swarm(world, 2)
+        engine = pause_sessions(founder)
+        outcomes = [await start_session(world, founder)]
+        engine.ignored.add(QueryStatistics)
+        await until(lambda: all(outcomes))
+        assert isinstance(outcomes[0][0], EngineFailed)
+        assert not engine.is_alive
+        await until(lambda: founder.state == "ready")
         assert (await founder.duty.generate(text(), ignore)).reason == "length"
 
 

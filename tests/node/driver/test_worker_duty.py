@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from kvasir_node import __version__
 from kvasir_node.driver.conversation import ask, hear, tell
 from kvasir_node.driver.worker_duty import JOIN_DELAY_MAX_S
 from kvasir_node.model.store import StoredModel
+from kvasir_node.supervisor import WATCH_INTERVAL_S, WATCH_TIMEOUT_S
 from kvasir_node.swarm_files import Founding, SwarmFiles
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import (
@@ -24,6 +26,7 @@ from kvasir_proto.errors import (
     ModelUnusable,
     PortInUse,
     RemoteProtocolError,
+    TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId
 from kvasir_proto.manifest import ShardSet
@@ -32,6 +35,7 @@ from kvasir_proto.messages.engine import (
     ExpectDialler,
     Listen,
     LoadShard,
+    QueryStatistics,
     SetFence,
 )
 from kvasir_proto.messages.swarm import (
@@ -606,6 +610,36 @@ async def test_an_engine_that_dies_is_restarted_with_its_shard_and_fence_and_the
         loads = [each for each in second.received if isinstance(each, LoadShard)]
         assert [ShardSet.decode(each.shard) for each in loads] == [plan.shard_of(worker.node_id)]
         assert worker.disk.generation == 2
+
+
+async def test_an_engine_that_does_not_answer_any_more_is_killed_and_another_takes_its_place(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, worker = await member(world, tmp_path)
+        await backbone.offer(worker, backbone.plan(worker))
+        first = worker.engines.last
+        mute_since = trio.current_time()
+        first.ignored.add(QueryStatistics)
+        await until(lambda: not first.is_alive)
+        assert WATCH_TIMEOUT_S <= trio.current_time() - mute_since <= WATCH_INTERVAL_S + WATCH_TIMEOUT_S + 1
+        await until(lambda: worker.state == "ready")
+        assert worker.engines.last.count(LoadShard) == 1
+
+
+async def test_an_engine_that_loads_for_long_is_not_taken_for_dead(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, worker = await member(world, tmp_path)
+        engine = worker.engines.last
+        engine.ignored |= {LoadShard, QueryStatistics}
+        offer = PlanOffer(backbone.sign(backbone.plan(worker)), backbone.founding.proof)
+        asked = trio.current_time()
+        with contextlib.suppress(TransportUnavailable):
+            await backbone.ask(worker, offer, PlanAccept)
+        assert trio.current_time() - asked > WATCH_INTERVAL_S + WATCH_TIMEOUT_S
+        assert engine.is_alive
 
 
 async def test_an_offer_waits_for_the_engine_instead_of_being_refused(

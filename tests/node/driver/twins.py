@@ -116,6 +116,7 @@ class _TwinProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.on_kill: Callable[[], None] = lambda: None
         self._ended = trio.Event()
 
     async def wait(self) -> int:
@@ -125,6 +126,7 @@ class _TwinProcess:
 
     def kill(self) -> None:
         self.end(-9)
+        self.on_kill()
 
     def end(self, status: int) -> None:
         if self.returncode is None:
@@ -142,6 +144,7 @@ class TwinEngine:
         self.role = role
         self.certificate = certificate
         self.process = _TwinProcess(pid)
+        self.process.on_kill = self._close_stream
         self.received: list[EngineMessage] = []
         self.refusals: dict[type[Any], EngineFault] = {}
         """Message types that are answered with this fault; the request number is filled in."""
@@ -175,6 +178,9 @@ class TwinEngine:
     def die(self, status: int = -9) -> None:
         """End at once, as a killed process does."""
         self.process.end(status)
+        self._close_stream()
+
+    def _close_stream(self) -> None:
         self._stream.send_stream.close()
         self._stream.receive_stream.close()
 
