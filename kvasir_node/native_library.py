@@ -113,6 +113,12 @@ class NativeLibrary:
             c_int32,
             *(c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
         )
+        self.pack_call: Callable[[int, bool, int, int, int, int, int], int] = _function(
+            library,
+            "pack_call",
+            c_int32,
+            *(c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
+        )
         self.scatter_rows: Callable[[int, int, int, int, int], int] = _function(
             library, "scatter_rows", c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p
         )

@@ -95,6 +95,28 @@ class _Indices:
         self.address: int = values.ctypes.data
 
 
+_PART_FIELDS: Final = 4
+_PART_CAPACITY, _PART_PAIRS, _PART_ROWS = 1, 2, 3
+"""kvasir_holder_part: payload address, capacity in bytes, pairs, rows; 64 bits each."""
+
+
+class _Parts:
+    """What the native packer is told and tells of each place: an array of kvasir_holder_part."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, n_places: int) -> None:
+        data = bytearray(8 * _PART_FIELDS * max(1, n_places))
+        self.values = memoryview(data).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+    def set_room(self, index: int, frame: _FrameBuffer | None) -> None:
+        """Let the packer write a place's payload into ``frame``, or nowhere."""
+        base = _PART_FIELDS * index
+        self.values[base] = frame.address + dispatch.HEADER_BYTES if frame else 0
+        self.values[base + _PART_CAPACITY] = len(frame.data) - dispatch.HEADER_BYTES if frame else 0
+
+
 @dataclass(slots=True)
 class _Place:
     """A holder in the table, at the index that the expert tables name."""
@@ -103,10 +125,15 @@ class _Place:
     shard: ShardSet
     primary: ShardSet
     frame: _FrameBuffer | None = None
+    """Memory for its part of a whole layer call; what is dispatched again gets memory of its own."""
 
     @property
     def node_id(self) -> NodeId:
         return self.holder.node_id
+
+
+_Share = tuple[int, RemoteHolder | LocalHolder, _FrameBuffer, PairIndices, int, int]
+"""What one holder gets: its place's index, itself, the packed frame, the pairs, their address, n_rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +181,7 @@ class Dispatcher:
         self._holders_lost = 0
         self._rows_by_holder: Counter[NodeId] = Counter()
         self._pairs = _Indices(_NO_PAIRS)
-        self._counts = _Indices(_NO_PAIRS)
+        self._parts = _Parts(0)
         self._filled = 0
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
 
@@ -250,7 +277,7 @@ class Dispatcher:
         if len(self._pairs.values) < n_pairs:
             self._pairs = _Indices(np.zeros(n_pairs, dtype=np.int32))
         try:
-            self._assign(call.ids_address, n_pairs, None)
+            self._assign(n_pairs)
             while self._filled < n_pairs:
                 self._advance()
         except BaseException:
@@ -310,7 +337,10 @@ class Dispatcher:
             for index, place in enumerate(self._places)
             if place is not None and isinstance(place.holder, RemoteHolder)
         }
-        self._counts = _Indices(np.zeros(max(1, len(self._places)), dtype=np.int32))
+        self._parts = _Parts(len(self._places))
+        for index, each in enumerate(self._places):
+            if each is not None:
+                self._parts.set_room(index, each.frame)
 
     def _table(self, layer: int) -> _Indices:
         """The place that each expert's rows go to, shape [n_expert]; -1 where nobody is left."""
@@ -325,46 +355,97 @@ class Dispatcher:
             table = self._tables[layer] = _Indices(values)
         return table
 
-    def _assign(self, ids_address: int, n_pairs: int, subset: PairIndices | None) -> None:
-        """Send pairs to their holders: all of the call, or the ``subset`` whose ids lie at the address."""
-        table = self._table(self._call.layer)
-        grouped = self._pairs if subset is None else _Indices(np.zeros(n_pairs, dtype=np.int32))
+    def _assign(self, n_pairs: int) -> None:
+        """Send every pair of the call to its holder: all requests first, then the backbone's own part."""
+        call = self._call
+        table = self._table(call.layer)
+        parts = self._parts
+        status = self._pack_call(table)
+        if status > 0:
+            self._make_room()
+            status = self._pack_call(table)
+        if status != 0:
+            raise self._unassignable(call.ids_address, n_pairs, table.values)
+        start = 0
+        shares: list[_Share] = []
+        for index, place in enumerate(self._places):
+            count = parts.values[_PART_FIELDS * index + _PART_PAIRS]
+            if not count:
+                continue
+            assert place is not None
+            assert place.frame is not None
+            pairs = self._pairs.values[start : start + count]
+            n_rows = parts.values[_PART_FIELDS * index + _PART_ROWS]
+            shares.append((index, place.holder, place.frame, pairs, self._pairs.address + 4 * start, n_rows))
+            start += count
+        self._deliver(shares)
+
+    def _pack_call(self, table: _Indices) -> int:
+        call = self._call
+        return self._native.pack_call(
+            ctypes.addressof(call),
+            self._programs[call.program_index].input_per_slot,
+            table.address,
+            self._manifest.n_expert,
+            len(self._places),
+            self._pairs.address,
+            self._parts.address,
+        )
+
+    def _make_room(self) -> None:
+        """Give each place as much memory as the packer has just found that it needs."""
+        n_embd_in = self._call.n_embd_in
+        for index, place in enumerate(self._places):
+            count = self._parts.values[_PART_FIELDS * index + _PART_PAIRS]
+            size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(count, count, n_embd_in)
+            if place is not None and (place.frame is None or len(place.frame.data) < size_bytes):
+                place.frame = _FrameBuffer(size_bytes)
+                self._parts.set_room(index, place.frame)
+
+    def _assign_again(self, pairs: PairIndices) -> None:
+        """Send pairs whose holder has failed, ascending, to whoever else holds their experts."""
+        call = self._call
+        table = self._table(call.layer)
+        n_pairs = len(pairs)
+        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)[pairs]
+        grouped = np.zeros(n_pairs, dtype=np.int32)
+        counts = np.zeros(max(1, len(self._places)), dtype=np.int32)
         status = self._native.partition(
-            ids_address,
+            ids.ctypes.data,
             n_pairs,
             table.address,
             self._manifest.n_expert,
             len(self._places),
-            grouped.address,
-            self._counts.address,
+            grouped.ctypes.data,
+            counts.ctypes.data,
         )
         if status != 0:
-            raise self._unassignable(ids_address, n_pairs, table.values)
-        if subset is not None:
-            grouped = _Indices(subset[grouped.values])
+            raise self._unassignable(ids.ctypes.data, n_pairs, table.values)
         start = 0
-        local: list[tuple[_Place, LocalHolder, _FrameBuffer, PairIndices, int]] = []
-        sending: list[int] = []
-        for index, count in enumerate(self._counts.values.tolist()):
-            if count == 0:
+        shares: list[_Share] = []
+        for index, count in enumerate(counts.tolist()):
+            if not count:
                 continue
             place = self._places[index]
             assert place is not None
-            pairs = grouped.values[start : start + count]
-            pairs_address = grouped.address + 4 * start
-            frame, n_rows = self._pack(place, pairs_address, count)
+            part = _Indices(pairs[grouped[start : start + count]])
+            frame, n_rows = self._pack(part)
+            shares.append((index, place.holder, frame, part.values, part.address, n_rows))
             start += count
-            if isinstance(place.holder, LocalHolder):
-                place.frame = None  # until it is computed: a retry in between must not pack over it
-                local.append((place, place.holder, frame, pairs, n_rows))
-            else:
-                self._submit(place.holder, frame, pairs, pairs_address, n_rows)
-                sending.append(index)
-        for index in sending:
-            self._send(index)
-        for place, holder, frame, pairs, n_rows in local:
-            self._compute_locally(holder, frame, pairs, n_rows)
-            place.frame = frame
+        self._deliver(shares)
+
+    def _deliver(self, shares: list[_Share]) -> None:
+        """Send to all workers first, then compute what is the backbone's own meanwhile."""
+        now_ns = time.monotonic_ns()
+        for _, holder, frame, pairs, pairs_address, n_rows in shares:
+            if isinstance(holder, RemoteHolder):
+                self._submit(holder, frame, pairs, pairs_address, n_rows, now_ns)
+        for index, holder, *_ in shares:
+            if isinstance(holder, RemoteHolder):
+                self._send(index)
+        for _, holder, frame, pairs, _, n_rows in shares:
+            if isinstance(holder, LocalHolder):
+                self._compute_locally(holder, frame, pairs, n_rows)
 
     def _unassignable(self, ids_address: int, n_pairs: int, table: npt.NDArray[np.int32]) -> KvasirError:
         """The error for ids that name experts that nobody has, or that do not exist."""
@@ -378,15 +459,13 @@ class Dispatcher:
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
         return NoHolderLeft(f"no holder is left for layer {call.layer}, experts {shown}{more}")
 
-    def _pack(self, place: _Place, pairs_address: int, n_pairs: int) -> tuple[_FrameBuffer, int]:
+    def _pack(self, pairs: _Indices) -> tuple[_FrameBuffer, int]:
         """Lay out a dispatch payload for these pairs behind room for its header; return it and n_rows."""
         call = self._call
-        size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(n_pairs, n_pairs, call.n_embd_in)
-        frame = place.frame
-        busy = isinstance(place.holder, RemoteHolder) and bool(place.holder.outstanding)
-        if frame is None or busy or len(frame.data) < size_bytes:
-            frame = _FrameBuffer(size_bytes)
-            place.frame = frame
+        n_pairs = len(pairs.values)
+        frame = _FrameBuffer(
+            dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(n_pairs, n_pairs, call.n_embd_in)
+        )
         rows_of_pairs = frame.address + dispatch.HEADER_BYTES
         n_rows = self._native.pack_rows(
             call.x_address,
@@ -394,7 +473,7 @@ class Dispatcher:
             call.n_slots,
             self._programs[call.program_index].input_per_slot,
             call.ids_address,
-            pairs_address,
+            pairs.address,
             n_pairs,
             rows_of_pairs,
             rows_of_pairs + 4 * n_pairs,
@@ -403,11 +482,16 @@ class Dispatcher:
         return frame, n_rows
 
     def _submit(
-        self, holder: RemoteHolder, frame: _FrameBuffer, pairs: PairIndices, pairs_address: int, n_rows: int
+        self,
+        holder: RemoteHolder,
+        frame: _FrameBuffer,
+        pairs: PairIndices,
+        pairs_address: int,
+        n_rows: int,
+        now_ns: int,
     ) -> None:
         call = self._call
         epoch, term = self._authority
-        now_ns = time.monotonic_ns()
         if call.program_index not in holder.programs:
             if call.program_index >= dispatch.PROGRAMS_MAX:  # no worker could be told, so none is to blame
                 raise EngineFailed(f"the model needs more than {dispatch.PROGRAMS_MAX} expert programs")
@@ -608,9 +692,7 @@ class Dispatcher:
         pairs = np.sort(np.concatenate(owed)) if owed else _NO_PAIRS
         if len(pairs):
             self._rows_retried += len(pairs)
-            call = self._call
-            wanted = _ids_at(call.ids_address, call.n_tokens * call.n_slots)[pairs]
-            self._assign(wanted.ctypes.data, len(pairs), pairs)
+            self._assign_again(pairs)
 
     def _drop(self, index: int) -> None:
         place = self._places[index]
@@ -625,10 +707,12 @@ class Dispatcher:
 
     def _abandon_outstanding(self) -> None:
         """After a failed call: replies still under way belong to nobody."""
-        for place in self._places:
+        for index, place in enumerate(self._places):
             if place is not None and isinstance(place.holder, RemoteHolder):
                 for request in place.holder.outstanding:
                     request.abandoned = True
+                    place.frame = None  # it may not have left yet
+                    self._parts.set_room(index, None)
                 if place.holder.wants_to_send:  # or its worker would be blamed for not answering
                     self._poll.modify(place.holder.fileno(), select.POLLIN | select.POLLOUT)
 

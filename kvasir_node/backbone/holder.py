@@ -101,11 +101,14 @@ class RemoteHolder:
     _sending: deque[Request] = field(default_factory=deque)
     _received: int = 0
     _incoming: bytearray = field(default_factory=lambda: bytearray(64 * 1024))
+    _view: memoryview = field(init=False)
     _incoming_address: int = 0
+    _end: int = dispatch.HEADER_BYTES
     _header: ReplyHeader | None = None
 
     def __post_init__(self) -> None:
         self.connection.settimeout(_PATIENCE_S)
+        self._view = memoryview(self._incoming)
         self._incoming_address = _address_of(self._incoming)
 
     def deadline_for(self, n_pairs: int, now_ns: int) -> int:
@@ -148,29 +151,31 @@ class RemoteHolder:
         end, `RemoteProtocolError` when the reply is not one that the oldest request can have.
         """
         while True:
-            wanted = dispatch.HEADER_BYTES + (self._header.payload_bytes if self._header else 0)
-            if self._received >= wanted:
-                if self._header is None:
-                    self._header = self._check_header()
-                    continue
-                return self._take_reply(self._header)
-            # Never past the frame that the oldest request expects: one read usually takes it whole, and
+            # Never past the frame that the oldest request expects: one read usually takes a record whole, and
             # whatever else the worker sends stays where the next receive finds it misplaced.
-            end = max(wanted, self._expected_bytes())
-            self._reserve(end)
+            if self._received == 0:
+                self._expect()
+            elif self._received >= self._end:
+                return self._take_reply()
             try:
-                count = self.connection.recv_into(memoryview(self._incoming)[self._received : end])
+                count = self.connection.recv_into(self._view[self._received : self._end])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError):
                 return None
             if count == 0:
                 raise ConnectionResetError("the worker closed the connection")
             self._received += count
+            if self._header is None and self._received >= dispatch.HEADER_BYTES:
+                self._header = self._check_header()
+                self._end = dispatch.HEADER_BYTES + self._header.payload_bytes
+                self._reserve(self._end)
 
-    def _expected_bytes(self) -> int:
-        if self._header is not None or not self.outstanding:
-            return dispatch.HEADER_BYTES
-        request = self.outstanding[0]
-        return dispatch.HEADER_BYTES + 4 * len(request.pairs) * request.n_embd_out
+    def _expect(self) -> None:
+        """Prepare for the frame that the oldest request expects, or for a header that nobody expects."""
+        self._end = dispatch.HEADER_BYTES
+        if self.outstanding:
+            request = self.outstanding[0]
+            self._end += 4 * len(request.pairs) * request.n_embd_out
+        self._reserve(self._end)
 
     def _reserve(self, size_bytes: int) -> None:
         """Make room by replacing the buffer: views of an earlier reply may still be alive."""
@@ -178,6 +183,7 @@ class RemoteHolder:
             grown = bytearray(size_bytes)
             grown[: self._received] = self._incoming[: self._received]
             self._incoming = grown
+            self._view = memoryview(grown)
             self._incoming_address = _address_of(grown)
 
     @property
@@ -208,9 +214,11 @@ class RemoteHolder:
             raise RemoteProtocolError("bytes after a reply", code="malformed")
         return header
 
-    def _take_reply(self, header: ReplyHeader) -> tuple[Request, ReplyHeader, memoryview]:
+    def _take_reply(self) -> tuple[Request, ReplyHeader, memoryview]:
+        header = self._header
+        assert header is not None
         request = self.outstanding.popleft()
-        payload = memoryview(self._incoming)[dispatch.HEADER_BYTES : self._received]
+        payload = self._view[dispatch.HEADER_BYTES : self._received]
         self._received = 0
         self._header = None
         return request, header, payload

@@ -193,6 +193,22 @@ KVASIR_API int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_s
                                     const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
                                     int32_t * row_of_pair, int32_t * expert_of_pair, float * rows_out);
 
+// One holder's part of a layer call.
+typedef struct kvasir_holder_part {
+    uint64_t payload;  // in: where its dispatch payload goes (row_of_pair, expert_of_pair, rows)
+    uint64_t capacity; // in: bytes there
+    int64_t n_pairs;   // out: how many of the call's pairs are its own
+    int64_t n_rows;    // out: how many distinct rows they need
+} kvasir_holder_part;
+
+// kvasir_partition and kvasir_pack_rows for all holders of a call at once: a layer's own computation has
+// pushed everything else out of the caches, so that what counts is how little is run. Returns what
+// kvasir_partition returns; or 1 when some capacity is below 8 * n_pairs + 4 * n_pairs * n_embd_in: then every
+// n_pairs is right, and nothing was packed.
+KVASIR_API int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+                                    const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
+                                    int32_t * pairs_out, kvasir_holder_part * parts);
+
 // Copies rows[i] to row pairs[i] of `out`. Returns -1 when every value was finite; otherwise the index i of
 // the first row that has a value that is not, and that row and those after it have not been written.
 KVASIR_API int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,

@@ -2,6 +2,7 @@
 #include "kvasir_native.h"
 
 #include <cstring>
+#include <vector>
 
 namespace {
 
@@ -74,6 +75,39 @@ extern "C" int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_s
         expert_of_pair[i] = ids[pair];
     }
     return n_rows;
+}
+
+extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+                                    const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
+                                    int32_t * pairs_out, kvasir_holder_part * parts) {
+    std::vector<int32_t> counts(static_cast<size_t>(n_holders));
+    const int32_t status = kvasir_partition(call->ids, call->n_tokens * call->n_slots, holder_of_expert, n_expert,
+                                            n_holders, pairs_out, counts.data());
+    if (status != 0) {
+        return status;
+    }
+    bool roomy = true;
+    for (int32_t i = 0; i < n_holders; ++i) {
+        const uint64_t n_pairs = static_cast<uint64_t>(counts[i]);
+        parts[i].n_pairs       = counts[i];
+        parts[i].n_rows        = 0;
+        roomy = roomy && n_pairs * (8 + 4 * static_cast<uint64_t>(call->n_embd_in)) <= parts[i].capacity;
+    }
+    if (!roomy) {
+        return 1;
+    }
+    const int32_t * pairs = pairs_out;
+    for (int32_t i = 0; i < n_holders; ++i) {
+        const int32_t n_pairs = counts[i];
+        if (n_pairs > 0) {
+            int32_t * row_of_pair = reinterpret_cast<int32_t *>(parts[i].payload);
+            parts[i].n_rows =
+                kvasir_pack_rows(call->x, call->n_embd_in, call->n_slots, input_per_slot, call->ids, pairs, n_pairs,
+                                 row_of_pair, row_of_pair + n_pairs, reinterpret_cast<float *>(row_of_pair + 2 * n_pairs));
+            pairs += n_pairs;
+        }
+    }
+    return 0;
 }
 
 extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir_node.backbone.hook import LayerCall
 from kvasir_node.kernels.ggml_cpu import PROGRAMS_MAX, GgmlCpuKernel
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import load
@@ -610,6 +611,52 @@ def test_partition_groups_pairs_by_holder(data: st.DataObject) -> None:
 )
 def test_partition_names_the_first_bad_pair(ids: list[int], holders: list[int], status: int) -> None:
     assert partition(ids, holders, 2)[0] == status
+
+
+@given(st.data())
+def test_packing_a_call_is_partition_and_packing_for_each_holder(data: st.DataObject) -> None:
+    n_holder = data.draw(st.integers(1, 4))
+    holders = data.draw(st.lists(st.integers(0, n_holder - 1), min_size=1, max_size=6))
+    n_token, n_slot, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), 3
+    n_pairs = n_token * n_slot
+    expert = st.integers(0, len(holders) - 1)
+    ids = data.draw(st.lists(expert, min_size=n_pairs, max_size=n_pairs))
+    per_slot = data.draw(st.booleans())
+    x = np.arange((n_pairs if per_slot else n_token) * width, dtype=np.float32).reshape(-1, width)
+    id_array, table = np.array(ids, np.int32), np.array(holders, np.int32)
+    call = LayerCall(0, 0, n_token, n_slot, width, width, len(x), 0, x.ctypes.data, id_array.ctypes.data, 0)
+    pairs = np.full(n_pairs, -9, np.int32)
+    parts = np.zeros((n_holder, 4), np.int64)
+
+    def pack() -> int:
+        return load().pack_call(
+            ctypes.addressof(call),
+            per_slot,
+            table.ctypes.data,
+            len(holders),
+            n_holder,
+            pairs.ctypes.data,
+            parts.ctypes.data,
+        )
+
+    assert pack() == 1, "there is no room yet, and it says how much is needed"
+    _, grouped, counts = partition(ids, holders, n_holder)
+    assert parts[:, 2].tolist() == counts[:n_holder]
+    payloads = [np.full(2 * count + count * width + 1, -9, np.int32) for count in counts[:n_holder]]
+    for part, payload in zip(parts, payloads, strict=True):
+        part[:2] = payload.ctypes.data, payload.nbytes - 4
+    assert pack() == 0
+    assert pairs.tolist() == grouped
+    start = 0
+    for part, payload in zip(parts, payloads, strict=True):
+        count, n_row = int(part[2]), int(part[3])
+        mine = pairs[start : start + count]
+        start += count
+        row_of, expert_of = payload[:count], payload[count : 2 * count]
+        rows = payload[2 * count : 2 * count + n_row * width].view(np.float32).reshape(-1, width)
+        assert expert_of.tolist() == id_array[mine].tolist()
+        assert (rows[row_of] == x[mine if per_slot else mine // n_slot]).all()
+        assert payload[-1] == -9
 
 
 @pytest.mark.parametrize("input_per_slot", [False, True])
