@@ -327,12 +327,7 @@ class Node:
             if stored.manifest.digest() == digest and (stored.source_path.exists() or not needs_source):
                 return stored
         for candidate in (home.configuration.model, None):
-            try:
-                stored = resolve_model(home, candidate)
-            except ModelUnusable:
-                if candidate is not None:
-                    raise
-                continue
+            stored = resolve_model(home, candidate)
             if stored.manifest.digest() == digest:
                 return stored
         raise ModelUnusable(

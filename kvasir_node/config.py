@@ -22,6 +22,13 @@ from kvasir_proto.ids import is_node_id
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
 
 _ENVIRONMENT_PREFIX: Final = "KVASIR_"
+_SHORT_FLAGS: Final = {
+    "swarm.bootstrap": "--bootstrap",
+    "swarm.workers_min": "--workers-min",
+    "swarm.holders": "--holders",
+    "engine.threads": "--threads",
+}
+"""Flags of `run` that go without their section."""
 _NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
 """Variables of ours that are not keys: they say where the file is, so they cannot be in it."""
 _ADDRESS: Final = re.compile(
@@ -185,7 +192,7 @@ def variable_of(key: str) -> str:
 
 def flag_of(key: str) -> str:
     """The command-line flag that sets a key: `--log-level` for `log.level`."""
-    return "--" + key.replace(".", "-").replace("_", "-")
+    return _SHORT_FLAGS.get(key) or "--" + key.replace(".", "-").replace("_", "-")
 
 
 def load_configuration(

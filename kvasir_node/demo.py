@@ -296,7 +296,7 @@ async def _open_swarm(
     try:
         say("founding a swarm")
         home = directory / "backbone"
-        locations = locate(home, {})
+        locations = locate(home, _environment())
         founder = app.open_home(locations, load_configuration(locations.config_file, {}))
         app.found_swarm(founder, app.resolve_model(founder, None))
         say(f"starting a backbone and {n_workers} workers, each a process of its own")
@@ -316,21 +316,28 @@ async def _open_swarm(
             await _stop_nodes(nodes)
 
 
+def _environment() -> dict[str, str]:
+    """What the nodes see of ours: no setting of the user's own node. Where things are depends on it too."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
+
+
 def _start_node(role: str, home: Path, *arguments: str) -> DemoNode:
     home.mkdir(mode=0o700, exist_ok=True)
     log_file = home / "log"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvasir_node", "--home", str(home), "run", "--stop-on-eof", *arguments],
+            [
+                *(sys.executable, "-P", "-m", "kvasir_node"),
+                *("--home", str(home), "run", "--stop-on-eof", *arguments),
+            ],
             # It holds the other end: when this process ends, however it does, its nodes end too.
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=environment | {"NO_COLOR": "1"},
+            env=_environment() | {"NO_COLOR": "1"},
             start_new_session=True,
         )
-    return DemoNode(role, process, locate(home, {}), log_file)
+    return DemoNode(role, process, locate(home, _environment()), log_file)
 
 
 async def _wait_status(

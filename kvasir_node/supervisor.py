@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -355,13 +356,19 @@ async def start_engine(
     """
     ours, theirs = socket.socketpair()
     command = [
-        *(sys.executable, "-m", "kvasir_node.engine"),
+        # -P: never import from whatever directory the daemon was started in.
+        *(sys.executable, "-P", "-m", "kvasir_node.engine"),
         *("--role", role, "--control-fd", str(theirs.fileno()), "--directory", str(directory)),
         *("--log-level", log_level, "--log-format", log_format),
     ]
     try:
         process = await trio.lowlevel.open_process(
-            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Or an assertion in ggml has a debugger print pages before the engine ends.
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
         )
     except OSError as error:
         ours.close()

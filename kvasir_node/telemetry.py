@@ -9,6 +9,7 @@ to a logger.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Literal, TextIO
@@ -44,7 +45,8 @@ def configure_telemetry(
     Colours are used on a terminal only, and never when `NO_COLOR` is set to anything. Calling it again
     replaces what was configured before, and forgets the keys bound to the process.
     """
-    target = sys.stderr if stream is None else stream
+    # A daemon may have been started without a standard error at all.
+    target = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
     _process_keys.clear()
     structlog.configure(
         processors=[

@@ -103,7 +103,12 @@ class BackboneEngine:
                 if self._dispatcher is not None:
                     self._dispatcher.set_authority(message.epoch, message.term)
             case ConnectHolder():
-                threading.Thread(target=self._connect, args=(message,), name="connect", daemon=True).start()
+                try:
+                    threading.Thread(
+                        target=self._connect, args=(message,), name="connect", daemon=True
+                    ).start()
+                except RuntimeError as error:  # no memory or no right to another thread
+                    self._channel.send(HolderLost(message.node_id, "unreachable", as_sentence(str(error))))
             case RemoveHolder():
                 if self._dispatcher is not None:
                     self._dispatcher.remove_holder(message.node_id, message.reason)

@@ -17,6 +17,7 @@ from kvasir_proto.errors import UsageError
 from kvasir_proto.sampling import Sampling
 
 KILL_WORKERS_MIN = 3
+KILL_TOKENS_MIN = 3
 WORKERS_MAX = 16
 
 
@@ -51,6 +52,8 @@ def demo(
         raise UsageError(
             f"--kill-worker needs --workers {KILL_WORKERS_MIN} or more: else nobody else holds its experts"
         )
+    if kill_worker and tokens < KILL_TOKENS_MIN:
+        raise UsageError(f"--kill-worker needs --tokens {KILL_TOKENS_MIN} or more: it kills in mid-text")
     if not prompt:
         raise UsageError("--prompt is empty")
     session: CommandSession = ctx.obj

@@ -23,10 +23,10 @@ def parse_token_ids(text: str | None) -> tuple[int, ...]:
     """Token ids from a comma-separated list. Raises `UsageError`."""
     if not text:
         return ()
-    try:
-        ids = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--token-ids takes numbers separated by commas, not {text!r}") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UsageError(f"--token-ids takes numbers separated by commas, not {text!r}")
+    ids = tuple(int(part) for part in parts)
     if any(not 0 <= each < 2**31 for each in ids):
         raise UsageError("--token-ids takes numbers from 0 to 2147483647")
     return ids

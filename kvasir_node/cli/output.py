@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvasir_node.model.model_manifest import Progress as ByteProgress
 
@@ -33,13 +34,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def printable(value: object) -> str:
+    """Text for a terminal: escapes and line ends in what other nodes said are shown as U+FFFD."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(value))
+
+
 def note(text: str) -> None:
-    """A line of progress on standard error."""
-    click.echo(text, err=True)
+    """A line of progress on standard error; a log that cannot be written is no reason to stop."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 @contextlib.contextmanager

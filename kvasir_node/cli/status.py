@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 import trio
 
-from kvasir_node.cli.output import json_option, print_json, print_table
+from kvasir_node.cli.output import json_option, print_json, print_table, printable
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import request_status
 from kvasir_proto.errors import NotRunning
@@ -47,7 +47,7 @@ def status(ctx: click.Context, as_json: bool, check: bool) -> None:
 
 
 def _print_status(document: dict[str, Any]) -> None:
-    reason = f" ({document['reason']})" if document["reason"] else ""
+    reason = f" ({printable(document['reason'])})" if document["reason"] else ""
     click.echo(f"state     {document['state']}{reason}")
     click.echo(f"node      {document['node_id']}")
     if document.get("backbone"):
@@ -70,7 +70,7 @@ def _print_status(document: dict[str, Any]) -> None:
     for address in document["addresses"]:
         click.echo(f"address   {address}")
     if document.get("last_error"):
-        click.echo(f"error     {document['last_error']}")
+        click.echo(f"error     {printable(document['last_error'])}")
     if document.get("members"):
         click.echo()
         print_table(

@@ -82,6 +82,9 @@ LEASE_RENEWAL_S: Final = 0.4
 CANCEL_TIMEOUT_S: Final = 5.0
 """How long a session that was cancelled may take to end; then it is forgotten."""
 
+OFFERS_REFUSED_MAX: Final = 4
+"""Offers that a member may refuse or fail in a row; then plans do without it for a while."""
+
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
 _MEMBER_SILENCE_S: Final = 10.0
@@ -149,6 +152,8 @@ class BackboneDuty:
         self._trunk: TrunkLoaded | None = None
         self._sessions: dict[SessionId, _Session] = {}
         self._evaluations = 0
+        self._conversations: dict[NodeId, ControlStream] = {}
+        """The stream on which each member joined last: only its end says something about the member."""
         self._holder_events: dict[NodeId, trio.Event] = {}
         self._changed = trio.Event()
         self._last_error = ""
@@ -175,6 +180,7 @@ class BackboneDuty:
                 match message:
                     case Join():
                         self._join(node_id, message)
+                        self._conversations[node_id] = stream
                         joined = True
                         await tell(
                             stream, Joined(founding.term.epoch, founding.term.term, HEARTBEAT_INTERVAL_MS)
@@ -193,8 +199,15 @@ class BackboneDuty:
             log.info("conversation_refused", node=node_id, code=error.code, reason=str(error))
             await refuse(stream, error)
         except TransportUnavailable as error:
-            if joined:
+            if joined and self._conversations.get(node_id) is stream:
+                # At once, not when heartbeats have been missed: the plan's task tries to reach it again.
                 log.info("member_silent", node=node_id, reason=str(error))
+                self._roster.set_state(node_id, "unreachable", f"its control stream ended: {error}")
+                self._wake_holder(node_id)
+                self._note_change()
+        finally:
+            if self._conversations.get(node_id) is stream:
+                del self._conversations[node_id]
 
     def _join(self, node_id: NodeId, message: Join) -> None:
         record = open_record(message.record, self._founding.swarm.digest, self._wall_time())
@@ -303,7 +316,7 @@ class BackboneDuty:
         if self._engine is None or self._trunk is None:
             return "starting", self._last_error or "the backbone engine is loading"
         if self._plan is None:
-            have, need = len(self._roster.active()), self._settings.workers_min
+            have, need = len(self._roster.active(self._now())), self._settings.workers_min
             return "joining", f"{have} of {need} workers have joined"
         coverage = self._plan.coverage(self._roster.serving())
         if coverage.n_pairs_held < coverage.n_pairs:
@@ -472,7 +485,7 @@ class BackboneDuty:
         while True:
             if self._plan is None or self._is_plan_outdated():
                 workers_min = max(1, self._settings.workers_min) if self._plan is None else 1
-                if len(self._roster.active()) < workers_min:
+                if len(self._roster.active(self._now())) < workers_min:
                     await self._wait_change()
                     continue
                 self._issue_plan()
@@ -495,7 +508,7 @@ class BackboneDuty:
         plan = self._plan
         if plan is None or self._sessions or self._evaluations:
             return False
-        active = self._roster.active()
+        active = self._roster.active(self._now())
         remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
         if not active or any(node_id not in active for node_id in remaining):
             return False
@@ -507,7 +520,7 @@ class BackboneDuty:
     def _issue_plan(self) -> None:
         term = self._founding.term
         manifest = self._model.manifest
-        workers = self._roster.active()
+        workers = self._roster.active(self._now())
         holders = self._settings.holders
         plan = make_plan(
             manifest.moe_layers,
@@ -528,22 +541,27 @@ class BackboneDuty:
 
     async def _keep_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
         """Bring one member to serving, and back to it whenever its connection is lost."""
-        failures = 0
+        failures = refusals = 0
         while True:
             member = self._roster.get(node_id)
             if member is None or not member.is_active:
-                failures = 0
+                failures = refusals = 0
                 await self._wait_holder(node_id)
                 continue
             started = self._now()
             try:
                 await self._connect_holder(engine, plan, node_id)
+                refusals = 0
                 await self._wait_holder(node_id)
             except (RemoteProtocolError, KvasirError) as error:
                 if engine.has_ended:
                     return
                 self._roster.set_state(node_id, "unreachable", str(error))
                 log.warning("holder_not_connected", node=node_id, reason=str(error))
+                refusals += 1
+                if refusals == OFFERS_REFUSED_MAX:
+                    log.warning("member_unfit", node=node_id, reason=str(error))
+                    self._roster.note_unfit(node_id, self._now())
             failures = 1 if between(started, self._now()) > STEADY_AFTER else failures + 1
             if member.state == "unreachable":
                 self._note_change()

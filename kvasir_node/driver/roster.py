@@ -22,6 +22,9 @@ HEARTBEAT_INTERVAL_MS: Final = 1000
 LOST_AFTER: Final[Duration] = seconds(5)
 """Silence after which a member counts as lost."""
 
+UNFIT_FOR: Final[Duration] = seconds(600)
+"""How long plans do without a member that could not take its part; then it is tried again."""
+
 FORGOTTEN_AFTER: Final[Duration] = seconds(15)
 """Silence after which its experts are given to others, if they are covered by nobody else."""
 
@@ -30,6 +33,9 @@ REJOIN_GRACE: Final[Duration] = seconds(30)
 
 FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "unexpected_reply"})
 """Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
+
+
+_LONG_AGO: Final = Instant(0)
 
 
 @dataclass(slots=True)
@@ -43,6 +49,8 @@ class Member:
     last_seen: Instant
     shard_bytes: int = 0
     """What its shard takes of its memory, as it said when it accepted the plan."""
+    unfit_until: Instant = _LONG_AGO
+    """Until then no plan counts on it: it has refused or failed every offer."""
 
     @property
     def is_active(self) -> bool:
@@ -128,9 +136,15 @@ class Roster:
             member.state, member.reason = "lost", "no heartbeat"
         return [member.node_id for member in silent]
 
-    def active(self) -> list[NodeId]:
+    def active(self, now: Instant) -> list[NodeId]:
         """Members that may be given experts, in the order of their ids."""
-        return [member.node_id for member in self if member.is_active]
+        return [member.node_id for member in self if member.is_active and member.unfit_until <= now]
+
+    def note_unfit(self, node_id: NodeId, now: Instant) -> None:
+        """Leave a member that could not take what it was offered out of plans for a while."""
+        member = self._members.get(node_id)
+        if member is not None:
+            member.unfit_until = after(now, UNFIT_FOR)
 
     def serving(self) -> list[NodeId]:
         """Members whose shard is loaded and connected."""
@@ -141,6 +155,6 @@ class Roster:
         member = self._members.get(node_id)
         if member is None:
             return now > after(self._started, REJOIN_GRACE)
-        if member.state in ("quarantined", "left"):
+        if member.state in ("quarantined", "left") or member.unfit_until > now:
             return True
         return member.state == "lost" and now > after(member.last_seen, FORGOTTEN_AFTER)

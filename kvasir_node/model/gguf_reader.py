@@ -209,6 +209,9 @@ class _Header:
                 )
             if tensor.offset < end:
                 self._refuse(f"{tensor.name} overlaps {before}")
+            # ggml's own reader takes no other layout; a gap means that some size before it is a lie.
+            if before and tensor.offset >= end + alignment:
+                self._refuse(f"it lies about its sizes: there is a gap between {before} and {tensor.name}")
             end, before = tensor.offset + tensor.size_bytes, tensor.name
 
     def _name(self, length_max: int, what: str) -> str:

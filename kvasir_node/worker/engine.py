@@ -195,7 +195,13 @@ class WorkerEngine:
             for oldest in list(self._strangers)[:-STRANGERS_MAX]:
                 self._strangers.pop(oldest, None)
                 _shut_down(oldest)
-            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+            except RuntimeError as error:  # no memory or no right to another thread: others must end first
+                self._strangers.pop(sock, None)
+                sock.close()
+                log.warning("connection_refused", reason=str(error))
+                time.sleep(0.1)
 
     def _serve(self, sock: socket.socket) -> None:
         reason = "internal error"

@@ -67,7 +67,7 @@ def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
         {"engine.threads": 4, "log.level": None},
     )
     origins = {setting.name: str(setting.origin) for setting in configuration.settings()}
-    assert (configuration.engine_threads, origins["engine.threads"]) == (4, "flag --engine-threads")
+    assert (configuration.engine_threads, origins["engine.threads"]) == (4, "flag --threads")
     assert (configuration.log_level, origins["log.level"]) == ("warning", "environment KVASIR_LOG_LEVEL")
     assert (configuration.data_port, origins["data.port"]) == (9, f"file {file}")
     assert (configuration.listen_port, origins["listen.port"]) == (0, "default")

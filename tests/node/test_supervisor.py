@@ -121,6 +121,18 @@ async def test_an_engine_is_introduced_answers_and_ends_in_good_order(tmp_path: 
 
 
 @pytest.mark.slow
+async def test_an_engine_imports_nothing_from_where_its_daemon_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "somebody-elses"
+    here.mkdir()
+    (here / "queue.py").write_text("raise SystemExit(77)")
+    monkeypatch.chdir(here)
+    async with engine_of(tmp_path, "worker") as engine:
+        assert engine.backend == "ggml-cpu"
+
+
+@pytest.mark.slow
 async def test_an_engine_ends_when_its_stream_does(tmp_path: Path) -> None:
     """As when control is killed: nobody says Shutdown, the end of the socket pair has to do."""
     with trio.fail_after(PATIENCE_S):

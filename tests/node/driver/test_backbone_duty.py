@@ -931,3 +931,30 @@ async def test_stopping_takes_the_engine_along(
         await founder.stop()
         assert not founder.engines.last.is_alive
         assert trio.current_time() - started < 15.0
+
+
+async def test_a_member_that_refuses_every_offer_is_left_out_for_a_while(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder, _ = await ready_swarm(world, 3)
+        useless = world.join(9, founder, start=False)
+        fault = EngineFault(None, "engine_failed", "the disk is full", 1)
+        useless.engines.before_start = lambda engine: engine.refusals.update({LoadShard: fault})
+        useless.start()
+        await until(lambda: founder.revision == 2)
+        assert founder.member(useless)["shards"] > 0
+        await until(lambda: founder.revision == 3 and founder.state == "ready")
+        assert founder.member(useless)["shards"] == 0
+        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_the_end_of_a_members_stream_shows_at_once(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder, workers = await ready_swarm(world, 3)
+        crashed = trio.current_time()
+        await workers[0].crash()
+        await until(lambda: founder.state == "degraded")
+        assert trio.current_time() - crashed < 1.0

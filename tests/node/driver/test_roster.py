@@ -72,7 +72,7 @@ def refusal(roster: Roster, sequence: int) -> str:
 def test_activity_and_service_follow_from_the_state(state: MemberState) -> None:
     roster, member = roster_with(state)
     assert member.is_active == (state not in INACTIVE)
-    assert roster.active() == ([] if state in INACTIVE else [FIRST])
+    assert roster.active(START) == ([] if state in INACTIVE else [FIRST])
     assert roster.serving() == ([FIRST] if state == "serving" else [])
 
 
@@ -186,7 +186,7 @@ def test_members_come_in_the_order_of_their_ids() -> None:
     for node_id in (THIRD, FIRST, SECOND):
         roster.join(record(node_id), START)
     assert [each.node_id for each in roster] == sorted([FIRST, SECOND, THIRD])
-    assert roster.active() == sorted([FIRST, SECOND, THIRD])
+    assert roster.active(START) == sorted([FIRST, SECOND, THIRD])
 
 
 def test_a_full_roster_takes_a_newcomer_only_for_one_that_is_gone() -> None:
