@@ -32,9 +32,9 @@ from kvasir_node.supervisor import Engine
 ROUNDS_MIN: Final = 3
 """Rounds that are run however long they take: fewer give no median."""
 
-BLOCK_TOKENS: Final = 8
-"""Tokens decoded in one mode before the next has its turn. Another tenant of the host can halve a machine's
-speed for seconds; blocks of a tenth of a second meet all modes alike.
+BLOCK_TOKENS: Final = 48
+"""Tokens decoded in one mode before the next has its turn: long enough for caches and clocks to be those of a
+session, short enough for a noisy host to meet all modes alike.
 """
 
 _SEED: Final = 20_261_129
