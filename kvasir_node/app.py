@@ -292,6 +292,7 @@ class Node:
                 "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
                 "'kvasir-node run --bootstrap ADDRESS'"
             )
+        files.load()  # a fence that is damaged ends the start here, not every attempt to join
         starter = _EngineStarter(home, None)
         return WorkerDuty(
             node_key=home.identity.private_key,
