@@ -369,13 +369,12 @@ class _EngineStarter:
 
 
 def _session_report(ended: SessionEnded) -> dict[str, Any]:
-    decode_s = ended.decode_ns / 1e9
     return {
         "n_prompt": ended.n_prompt,
         "n_generated": ended.n_generated,
         "prompt_s": ended.prompt_ns / 1e9,
-        "decode_s": decode_s,
-        "tokens_per_second": max(0, ended.n_generated - 1) / decode_s if decode_s > 0 else 0.0,
+        "decode_s": ended.decode_ns / 1e9,
+        "tokens_per_second": ended.tokens_per_second,
         "rows_retried": ended.rows_retried,
         "hook_calls": ended.hook_calls,
     }

@@ -195,8 +195,7 @@ async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Samp
             case SessionEnded() if event.session == session:
                 if event.reason == "failed":
                     raise EngineFailed(f"{event.code}: {event.detail}")
-                rate = max(0, event.n_generated - 1) / (event.decode_ns / 1e9) if event.decode_ns else 0.0
-                return Generation(tokenized.token_ids, tuple(tokens), rate)
+                return Generation(tokenized.token_ids, tuple(tokens), event.tokens_per_second)
             case _:
                 pass  # what an engine says about holders is its dispatcher's to act on
     raise EngineFailed(f"the engine ended: {await engine.wait_ended()}")

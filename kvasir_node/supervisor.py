@@ -164,7 +164,7 @@ class _Waiter:
 
 
 class Engine:
-    """One running engine process. Made by `open_engine`; used from one trio nursery."""
+    """One running engine process. Made by `start_engine`; used from one trio nursery."""
 
     def __init__(self, role: Role, process: trio.Process, stream: trio.SocketStream) -> None:
         self.role = role

@@ -11,7 +11,7 @@ import contextlib
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import trio
@@ -107,7 +107,6 @@ class BackboneSettings:
 @dataclass(slots=True)
 class _Session:
     tokens: trio.MemorySendChannel[TokenEmitted]
-    ended: trio.Event = field(default_factory=trio.Event)
     outcome: SessionEnded | None = None
 
 

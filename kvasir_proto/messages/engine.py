@@ -338,6 +338,11 @@ class SessionEnded:
     rows_retried: Count
     hook_calls: Count
 
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of decoding; the first token belongs to the prompt. 0 where nothing was timed."""
+        return max(0, self.n_generated - 1) / (self.decode_ns / 1e9) if self.decode_ns else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class CancelSession:
