@@ -25,6 +25,7 @@ from kvasir_node import __version__
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
+from kvasir_node.driver.last_error import NO_ERROR
 from kvasir_node.driver.worker_duty import WorkerDuty, WorkerSettings
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
@@ -68,7 +69,7 @@ _STATUS_AT_START: Final[dict[str, Any]] = {
     "members": [],
     "engine": None,
     "engine_statistics": None,
-    "last_error": "",
+    **NO_ERROR,
 }
 """What a status document says as long as the node has no duty yet."""
 
@@ -261,6 +262,7 @@ class Node:
     def _make_duty(self, host: Libp2pHost) -> BackboneDuty | WorkerDuty:
         home, configuration = self._home, self._home.configuration
         files = home.swarm_files
+        files.check_undamaged(home.identity.private_key)
         if files.is_founder:
             founding = files.load_founding(home.identity.private_key)
             return BackboneDuty(
@@ -270,7 +272,7 @@ class Node:
                 host=host,
                 start_engine=_EngineStarter(home, founding.swarm.digest),
                 next_generation=files.next_generation,
-                saved_plan=files.load_plan(),
+                saved_plan=files.load_plan(founding),
                 save_plan=files.save_plan,
                 settings=BackboneSettings(
                     workers_min=configuration.swarm_workers_min,
@@ -292,7 +294,6 @@ class Node:
                 "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
                 "'kvasir-node run --bootstrap ADDRESS'"
             )
-        files.load()  # a fence that is damaged ends the start here, not every attempt to join
         starter = _EngineStarter(home, None)
         return WorkerDuty(
             node_key=home.identity.private_key,

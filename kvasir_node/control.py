@@ -18,11 +18,14 @@ from typing import Final, Protocol
 
 import trio
 
+from kvasir_node.home_lock import holder_of, is_locked
+from kvasir_node.locations import Locations
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import (
     ConfigurationInvalid,
+    DaemonUnreachable,
     EngineFailed,
     KvasirError,
     NotRunning,
@@ -222,19 +225,29 @@ def _credentials_of(connection: trio.socket.SocketType) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def connect_daemon(path: Path) -> AsyncIterator[LocalConnection]:
-    """A connection to the daemon whose control socket is at ``path``; `NotRunning` when nobody listens."""
+async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]:
+    """A connection to the daemon of this home.
+
+    Raises `NotRunning` when there is none, `DaemonUnreachable` when one holds the home and does not listen.
+    """
+    path = locations.control_socket
     try:
         stream = await trio.open_unix_socket(str(path))
     except OSError:
-        raise NotRunning(f"no daemon runs in this home (nobody listens on {path})") from None
+        if not is_locked(locations.lock_file):
+            raise NotRunning(f"no daemon runs in this home (nobody listens on {path})") from None
+        holder = holder_of(locations.lock_file)
+        raise DaemonUnreachable(
+            f"a daemon runs in this home (process {holder}) and does not listen on {path}: it is starting or "
+            f"stopping, or its socket was removed; then end it with 'kill {holder}' and start it again"
+        ) from None
     async with stream:
         yield LocalConnection(stream)
 
 
-async def request_status(path: Path) -> str:
-    """The running daemon's status document, as JSON. Raises `NotRunning` or `EngineFailed`."""
-    async with connect_daemon(path) as connection:
+async def request_status(locations: Locations) -> str:
+    """The running daemon's status document, as JSON. Raises like `connect_daemon`, or `EngineFailed`."""
+    async with connect_daemon(locations) as connection:
         with trio.move_on_after(REQUEST_TIMEOUT_S):
             await connection.send(StatusRequest())
             reply = await connection.receive()
@@ -247,12 +260,12 @@ async def request_status(path: Path) -> str:
     raise EngineFailed(f"the daemon did not answer within {REQUEST_TIMEOUT_S:g} s")
 
 
-async def request_stop(path: Path, timeout_s: float) -> None:
+async def request_stop(locations: Locations, timeout_s: float) -> None:
     """Ask the daemon to stop and wait until it serves nobody any more.
 
-    Raises `NotRunning`, or `EngineFailed` when it refuses or ``timeout_s`` passes.
+    Raises like `connect_daemon`, or `EngineFailed` when it refuses or ``timeout_s`` passes.
     """
-    async with connect_daemon(path) as connection:
+    async with connect_daemon(locations) as connection:
         with trio.move_on_after(timeout_s):
             await connection.send(StopRequest())
             reply = await connection.receive()

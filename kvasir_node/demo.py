@@ -36,7 +36,7 @@ from kvasir_node.local_swarm import (
 )
 from kvasir_node.locations import Locations, locate
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_proto.errors import EngineFailed, NotRunning
+from kvasir_proto.errors import DaemonUnreachable, EngineFailed, NotRunning
 from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest
 from kvasir_proto.sampling import Sampling
 
@@ -71,8 +71,8 @@ class DemoNode:
     log_file: Path
 
     async def status(self) -> dict[str, Any]:
-        """Its status document. Raises `NotRunning` while it does not listen yet."""
-        document: dict[str, Any] = json.loads(await request_status(self.locations.control_socket))
+        """Its status document. Raises `NotRunning` or `DaemonUnreachable` while it starts."""
+        document: dict[str, Any] = json.loads(await request_status(self.locations))
         return document
 
     def log_tail(self) -> str:
@@ -131,7 +131,7 @@ async def _demonstrate(
     )
     report.text(options.prompt)
     killed_pid = None
-    async with connect_daemon(backbone.locations.control_socket) as connection:
+    async with connect_daemon(backbone.locations) as connection:
         with trio.fail_after(SESSION_TIMEOUT_S):
             if options.kill_worker:
                 victim = workers[-1]["engine"]["pid"]
@@ -242,7 +242,7 @@ async def _compare(
         chunk_sizes = (len(prompt_ids), *([1] * len(tokens)))
         ours, theirs = directory / "swarm.npy", directory / "single.npy"
         await evaluate_logits(engine, token_ids, chunk_sizes, theirs)
-        async with connect_daemon(backbone.locations.control_socket) as connection:
+        async with connect_daemon(backbone.locations) as connection:
             with trio.fail_after(SESSION_TIMEOUT_S):
                 await connection.send(EvaluateRequest(token_ids, chunk_sizes, str(ours)))
                 reply = await connection.receive()
@@ -352,7 +352,7 @@ async def _wait_status(
                 raise EngineFailed(
                     f"the {node.role} ended with status {node.process.returncode}:\n{node.log_tail()}"
                 )
-        with contextlib.suppress(NotRunning):
+        with contextlib.suppress(NotRunning, DaemonUnreachable):
             document = await nodes[index].status()
             if condition(document):
                 return document

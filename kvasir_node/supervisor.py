@@ -28,6 +28,7 @@ from kvasir_node.telemetry import LogFormat, LogLevel, get_logger
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
@@ -111,8 +112,9 @@ async def keep_running(
 ) -> NoReturn:
     """Call ``run_once`` again and again, with patience, as each engine's life ends in an error of ours.
 
-    What makes a first start pointless (another ggml, a port that is taken, a damaged model) is raised: the
-    user is there to read it. The same trouble later is waited out like any other.
+    What makes a first start pointless (another ggml, a port that is taken, a damaged model, a home that
+    cannot be written) is raised: the user is there to read it. The same trouble later is waited out like any
+    other.
     """
     failures = 0
     first = True
@@ -120,7 +122,7 @@ async def keep_running(
         started = now()
         try:
             await run_once()
-        except (IncompatibleVersion, PortInUse, ModelUnusable) as error:
+        except (IncompatibleVersion, PortInUse, ModelUnusable, ConfigurationInvalid) as error:
             if first:
                 raise
             note_failure(error)

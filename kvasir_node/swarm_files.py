@@ -18,6 +18,7 @@ from kvasir_node.durable_file import durable_file
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest, node_id_of
 from kvasir_proto.limits import INT63_MAX, SIGNED_SIZE_MAX, UINT32_MAX
+from kvasir_proto.placement.plan import Plan, open_plan
 from kvasir_proto.swarm_manifest import (
     FoundedSwarm,
     SwarmManifest,
@@ -56,6 +57,14 @@ class Founding:
     proof: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """The plan that was saved last, opened, and the signed bytes that it came from."""
+
+    plan: Plan
+    signed: bytes
+
+
 class SwarmFiles:
     """The swarm's files in one directory, which only this user can read."""
 
@@ -66,6 +75,18 @@ class SwarmFiles:
     def is_founder(self) -> bool:
         """Whether a swarm was founded here."""
         return (self._directory / _PROOF).exists()
+
+    def check_undamaged(self, node_key: Ed25519PrivateKey) -> None:
+        """Read every file that a daemon will need, so that damage ends its start and not each later attempt.
+
+        Raises `ConfigurationInvalid` with the name of the first file that is damaged or cannot be read.
+        """
+        self.load()
+        self._load_generation()
+        if self.is_founder:
+            self.load_plan(self.load_founding(node_key))
+        else:
+            self.load_joined()
 
     @property
     def recovery_key_file(self) -> Path:
@@ -168,9 +189,16 @@ class SwarmFiles:
             raise ConfigurationInvalid(f"the fence in {self._directory} cannot go back to ({epoch}, {term})")
         self._write(_FENCE, json.dumps({"epoch": epoch, "term": term}).encode())
 
-    def load_plan(self) -> bytes | None:
-        """The signed plan saved last, or None. What is in it is checked by whoever uses it."""
-        return self._read(_PLAN) if (self._directory / _PLAN).exists() else None
+    def load_plan(self, founding: Founding) -> SavedPlan | None:
+        """The plan saved last, or None. Raises `ConfigurationInvalid` when it is damaged."""
+        path = self._directory / _PLAN
+        if not path.exists():
+            return None
+        signed = self._read(_PLAN)
+        try:
+            return SavedPlan(open_plan(signed, founding.swarm.digest, founding.term.backbone), signed)
+        except RemoteProtocolError as error:
+            raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
 
     def save_plan(self, signed_plan: bytes) -> None:
         """Persist a plan before anybody hears of it: a revision is never used for two plans."""
@@ -178,15 +206,18 @@ class SwarmFiles:
 
     def next_generation(self) -> int:
         """A number for the next engine, higher than any before on this home."""
+        generation = self._load_generation() + 1
+        self._write(_GENERATION, str(generation).encode())
+        return generation
+
+    def _load_generation(self) -> int:
         path = self._directory / _GENERATION
-        generation = 0
-        if path.exists():
-            text = self._read(_GENERATION)
-            if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
-                raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
-            generation = int(text)
-        self._write(_GENERATION, str(generation + 1).encode())
-        return generation + 1
+        if not path.exists():
+            return 0
+        text = self._read(_GENERATION)
+        if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
+            raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
+        return int(text)
 
     def _read(self, name: str) -> bytes:
         path = self._directory / name

@@ -35,6 +35,7 @@ _QUIET_LIBRARIES: Final = {
     "trio": logging.WARNING,
 }
 _process_keys: dict[str, object] = {}
+_library_levels: dict[str, int] = {}
 
 
 def configure_telemetry(
@@ -68,7 +69,14 @@ def configure_telemetry(
     root.setLevel(_LEVELS[level])
     for library, least in _QUIET_LIBRARIES.items():
         # At debug the libraries may speak, but not below info: libp2p formats a line for each frame.
-        logging.getLogger(library).setLevel(logging.INFO if level == "debug" else least)
+        _library_levels[library] = logging.INFO if level == "debug" else least
+    restore_library_levels()
+
+
+def restore_library_levels() -> None:
+    """Set the libraries' levels as `configure_telemetry` chose them: some set their own when imported."""
+    for library, least in _library_levels.items():
+        logging.getLogger(library).setLevel(least)
 
 
 def bind_process(**keys: object) -> None:

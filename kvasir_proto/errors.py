@@ -78,6 +78,10 @@ class NotRunning(KvasirError):
     exit_code = 3
 
 
+class DaemonUnreachable(KvasirError):
+    """A daemon holds this home, and does not listen on its control socket."""
+
+
 class AlreadyRunning(KvasirError):
     """Another daemon holds this home, or this identity is in use."""
 

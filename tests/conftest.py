@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,3 +34,10 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable)
     yield
     structlog.reset_defaults()
+
+
+def pytest_unconfigure() -> None:
+    """Importing llama_cpp opens /dev/null twice and nobody closes it: a warning after the last test."""
+    if (utils := sys.modules.get("llama_cpp._utils")) is not None:
+        utils.outnull_file.close()
+        utils.errnull_file.close()

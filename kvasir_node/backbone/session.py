@@ -65,6 +65,8 @@ def run_session(
         raise UsageError("the prompt is empty")
     if len(prompt) >= trunk.n_ctx:
         raise UsageError(f"the prompt has {len(prompt)} tokens, the context {trunk.n_ctx}")
+    if any(not 0 <= token < trunk.n_vocab for token in prompt):
+        raise UsageError(f"the prompt has a token id outside the vocabulary of {trunk.n_vocab}")
     trunk.clear()
     sampler = Sampler(parameters, trunk.n_vocab)
     try:

@@ -19,7 +19,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_proto.errors import EngineFailed, ModelUnusable
+from kvasir_proto.errors import EngineFailed, ModelUnusable, UsageError
 
 if TYPE_CHECKING:
     from kvasir_node.backbone.hook import ExpertHook
@@ -132,9 +132,12 @@ class Trunk:
         return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text`` by the model's own beginning-of-text rule; special tokens are not parsed."""
+        """Token ids of ``text`` by the model's own beginning-of-text rule; special tokens are not parsed.
+
+        Raises `UsageError` for a model without a tokenizer, `ModelUnusable` when it does not take the text.
+        """
         if not self.has_tokenizer:
-            raise ModelUnusable("this model has no tokenizer: give token ids")
+            raise UsageError("this model has no tokenizer: give token ids")
         data = text.encode()
         capacity = len(data) + 8
         tokens = (llama_cpp.llama_token * capacity)()

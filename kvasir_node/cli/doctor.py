@@ -29,7 +29,7 @@ from kvasir_node.config import Configuration
 from kvasir_node.control import request_status
 from kvasir_node.locations import Locations
 from kvasir_node.model.store import SPARE_BYTES, ModelStore
-from kvasir_proto.errors import KvasirError, NotRunning
+from kvasir_proto.errors import DaemonUnreachable, KvasirError, NotRunning
 
 SCHEMA_VERSION: Final = 1
 MEMORY_BYTES_MIN: Final = 1 << 30
@@ -230,9 +230,11 @@ _NOT_RUNNING: Final = "not running"
 def _daemon(locations: Locations) -> Check:
     """Running or not are both fine; running and not answering is not."""
     try:
-        document: dict[str, Any] = json.loads(trio.run(request_status, locations.control_socket))
+        document: dict[str, Any] = json.loads(trio.run(request_status, locations))
     except NotRunning:
         return Check("daemon", True, _NOT_RUNNING)
+    except DaemonUnreachable as error:
+        return Check("daemon", False, str(error), "end its process and start it again")
     except KvasirError as error:
         return Check("daemon", False, str(error), "stop it with 'kvasir-node stop' and start it again")
     return Check("daemon", True, f"running: {document.get('state', 'unknown')}")

@@ -87,7 +87,7 @@ def generate(
 
 
 async def _generate(session: CommandSession, request: GenerateRequest, as_json: bool) -> None:
-    async with connect_daemon(session.locations.control_socket) as connection:
+    async with connect_daemon(session.locations) as connection:
         tokens, text, end = await collect_text(connection, request, None if as_json else _write)
     if as_json:
         print_json(

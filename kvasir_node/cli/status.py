@@ -11,7 +11,7 @@ import trio
 from kvasir_node.cli.output import json_option, print_json, print_table, printable
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import request_status
-from kvasir_proto.errors import NotRunning
+from kvasir_proto.errors import DaemonUnreachable, NotRunning
 
 _SHORT_ID: Final = 8
 
@@ -30,14 +30,15 @@ def status(ctx: click.Context, as_json: bool, check: bool) -> None:
     session: CommandSession = ctx.obj
     session.configure()
     try:
-        document = json.loads(trio.run(request_status, session.locations.control_socket))
-    except NotRunning as error:
+        document = json.loads(trio.run(request_status, session.locations))
+    except (NotRunning, DaemonUnreachable) as error:
         if not check:
+            state = "not running" if isinstance(error, NotRunning) else "unreachable"
             if as_json:
-                print_json({"schema_version": 1, "state": "not running", "reason": str(error)})
+                print_json({"schema_version": 1, "state": state, "reason": str(error)})
             else:
-                click.echo(f"not running: {error}")
-        ctx.exit(NotRunning.exit_code)
+                click.echo(f"{state}: {error}")
+        ctx.exit(error.exit_code)
     if check:
         ctx.exit(0 if document["state"] in ("ready", "degraded") else 1)
     if as_json:
@@ -70,7 +71,8 @@ def _print_status(document: dict[str, Any]) -> None:
     for address in document["addresses"]:
         click.echo(f"address   {address}")
     if document.get("last_error"):
-        click.echo(f"error     {printable(document['last_error'])}")
+        over = ", recovered" if document["last_error_recovered"] else ""
+        click.echo(f"error     {printable(document['last_error'])} ({document['last_error_at']}{over})")
     if document.get("members"):
         click.echo()
         print_table(

@@ -34,7 +34,7 @@ def stop(session: CommandSession, timeout_s: float) -> None:
 
 async def _stop(locations: Locations, timeout_s: float) -> None:
     deadline = trio.current_time() + timeout_s
-    await request_stop(locations.control_socket, timeout_s)
+    await request_stop(locations, timeout_s)
     # It serves nobody any more; what is left takes milliseconds, after which another daemon may start.
     while is_locked(locations.lock_file):
         if trio.current_time() > deadline:

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
+from kvasir_node.driver.last_error import LastError
 from kvasir_node.driver.roster import HEARTBEAT_INTERVAL_MS, Roster
 from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.report import model_report
@@ -26,12 +27,11 @@ from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk, watch_engine
-from kvasir_node.swarm_files import Founding
+from kvasir_node.swarm_files import Founding, SavedPlan
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import open_record
 from kvasir_proto.errors import (
-    ConfigurationInvalid,
     EngineFailed,
     KvasirError,
     NotReady,
@@ -67,6 +67,7 @@ from kvasir_proto.messages.swarm import (
     Leave,
     PlanAccept,
     PlanOffer,
+    PlanSuperseded,
     Welcome,
 )
 from kvasir_proto.placement.plan import Plan, make_plan, open_plan
@@ -84,6 +85,9 @@ CANCEL_TIMEOUT_S: Final = 5.0
 
 OFFERS_REFUSED_MAX: Final = 4
 """Offers that a member may refuse or fail in a row; then plans do without it for a while."""
+
+USAGE_ERROR: Final = "usage_error"
+"""The code of a session that failed because its client asked for something impossible: no fault of ours."""
 
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
@@ -123,14 +127,14 @@ class BackboneDuty:
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: BackboneSettings,
-        saved_plan: bytes | None,
+        saved_plan: SavedPlan | None,
         save_plan: Callable[[bytes], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``saved_plan`` is what ``save_plan`` was last given in this home; it is adopted.
+        """``saved_plan`` is what ``save_plan`` was last given in this home.
 
-        Raises `ConfigurationInvalid` when it is damaged.
+        It is gone on with: its workers still hold their shards, and no revision is used twice.
         """
         self._node_key = node_key
         self._founding = founding
@@ -142,11 +146,12 @@ class BackboneDuty:
         self._now = now
         self._wall_time = wall_time
         self._roster = Roster(now())
-        self._plan: Plan | None = None
-        self._signed_plan = b""
+        self._plan = saved_plan.plan if saved_plan else None
+        self._signed_plan = saved_plan.signed if saved_plan else b""
         self._save_plan = save_plan
-        if saved_plan is not None:
-            self._adopt_plan(saved_plan)
+        self._revision_max = self._plan.revision if self._plan else 0
+        """The newest revision that this node is known to have issued."""
+        self._is_plan_superseded = False
         self._engine: EnginePort | None = None
         self._trunk: TrunkLoaded | None = None
         self._sessions: dict[SessionId, _Session] = {}
@@ -154,8 +159,9 @@ class BackboneDuty:
         self._conversations: dict[NodeId, ControlStream] = {}
         """The stream on which each member joined last: only its end says something about the member."""
         self._holder_events: dict[NodeId, trio.Event] = {}
+        """For each node of the plan that is served: set when something happened to it."""
         self._changed = trio.Event()
-        self._last_error = ""
+        self._last_error = LastError(wall_time)
         self._rows_retried_total = 0
 
     # -- from other nodes --------------------------------------------------------------------------
@@ -280,8 +286,8 @@ class BackboneDuty:
         if session.outcome is None:
             raise EngineFailed("the backbone engine ended during the session")
         self._rows_retried_total += session.outcome.rows_retried
-        if session.outcome.reason == "failed":
-            self._last_error = session.outcome.detail
+        if session.outcome.reason == "failed" and session.outcome.code != USAGE_ERROR:
+            self._note_error(session.outcome.detail)
         return session.outcome
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
@@ -313,7 +319,7 @@ class BackboneDuty:
     def state(self) -> tuple[str, str]:
         """One word and its reason: starting, joining, ready or degraded."""
         if self._engine is None or self._trunk is None:
-            return "starting", self._last_error or "the backbone engine is loading"
+            return "starting", self._last_error.unrecovered or "the backbone engine is loading"
         if self._plan is None:
             have, need = len(self._roster.active(self._now())), self._settings.workers_min
             return "joining", f"{have} of {need} workers have joined"
@@ -362,7 +368,7 @@ class BackboneDuty:
             "engine": engine_report(self._engine),
             "sessions": len(self._sessions),
             "rows_retried_total": self._rows_retried_total,
-            "last_error": self._last_error,
+            **self._last_error.report(),
         }
 
     async def engine_statistics(self) -> str:
@@ -380,7 +386,7 @@ class BackboneDuty:
             await keep_running(self._run_engine, self._now, self._note_engine_failure)
 
     def _note_engine_failure(self, error: KvasirError) -> None:
-        self._last_error = str(error)
+        self._note_error(str(error))
         log.error("engine_failed", role="backbone", reason=str(error))
 
     async def _run_engine(self) -> NoReturn:
@@ -436,10 +442,9 @@ class BackboneDuty:
                         session.tokens.close()
                 case HolderLost():
                     self._roster.holder_lost(event.node_id, event.code, event.reason)
-                    self._last_error = f"{event.node_id} lost: {event.code}: {event.reason}"
+                    self._note_error(f"{event.node_id} lost: {event.code}: {event.reason}")
                     log.warning("holder_lost", node=event.node_id, code=event.code, reason=event.reason)
                     self._wake_holder(event.node_id)
-                    self._note_change()
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
 
@@ -470,15 +475,6 @@ class BackboneDuty:
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _adopt_plan(self, saved_plan: bytes) -> None:
-        """Go on with the last plan: its workers still hold their shards, and no revision is used twice."""
-        founding = self._founding
-        try:
-            self._plan = open_plan(saved_plan, founding.swarm.digest, founding.term.backbone)
-        except RemoteProtocolError as error:
-            raise ConfigurationInvalid(f"the saved plan is damaged: {error}") from error
-        self._signed_plan = saved_plan
-
     async def _serve_plan(self, engine: EnginePort) -> None:
         """Issue a plan when one is due, and keep its holders connected until the next one."""
         while True:
@@ -491,6 +487,7 @@ class BackboneDuty:
             plan = self._plan
             assert plan is not None
             async with open_unwrapping_nursery() as nursery:
+                self._holder_events = {node_id: trio.Event() for node_id in plan.nodes}
                 for node_id in plan.nodes:
                     nursery.start_soon(self._keep_holder, engine, plan, node_id)
                 while not self._is_plan_outdated():
@@ -500,13 +497,16 @@ class BackboneDuty:
     def _is_plan_outdated(self) -> bool:
         """Whether the members have changed in a way that needs a new plan now.
 
-        Never while a session runs, nor while a member of the plan may still come back. Then a newcomer is
+        Never while a session runs, nor while a member of the plan may still come back, but always when a
+        worker has shown a newer one that was lost here. Then a newcomer is
         taken in, and members that are gone for good cost a new plan when the workers that are left would
         hold each expert more often under it.
         """
         plan = self._plan
         if plan is None or self._sessions or self._evaluations:
             return False
+        if self._is_plan_superseded:
+            return True
         active = self._roster.active(self._now())
         remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
         if not active or any(node_id not in active for node_id in remaining):
@@ -527,16 +527,35 @@ class BackboneDuty:
             workers,
             epoch=term.epoch,
             term=term.term,
-            revision=self._plan.revision + 1 if self._plan else 1,
+            revision=self._revision_max + 1,
             holders=min(holders, len(workers)) if holders is not None else None,
         )
         signed_plan = sign_message(self._node_key, self._founding.swarm.digest, plan)
         self._save_plan(signed_plan)
-        self._plan, self._signed_plan = plan, signed_plan
+        self._plan, self._signed_plan, self._revision_max = plan, signed_plan, plan.revision
+        self._is_plan_superseded = False
         for node_id in workers:
             # At once: no session may start on shards that are about to be replaced.
             self._roster.set_state(node_id, "loading", "it gets a new plan")
         log.info("plan_issued", revision=plan.revision, workers=len(workers))
+
+    def _go_on_above(self, signed_plan: bytes, offered: Plan) -> RemoteProtocolError:
+        """A worker holds a newer plan of ours, which was lost here: the next one comes after it.
+
+        Returns what the worker is refused with meanwhile. Raises `RemoteProtocolError` for a plan that this
+        node did not sign in its term, or that is older than the one offered, or the same.
+        """
+        founding = self._founding
+        plan = open_plan(signed_plan, founding.swarm.digest, founding.term.backbone)
+        same_term = (plan.epoch, plan.term) == (offered.epoch, offered.term)
+        if not same_term or plan.revision < offered.revision or plan == offered:
+            raise RemoteProtocolError("the plan it holds does not supersede this one", "wrong_plan")
+        if offered == self._plan:
+            log.warning("plan_was_lost", revision=plan.revision, offered=offered.revision)
+            self._revision_max = max(self._revision_max, plan.revision)
+            self._is_plan_superseded = True
+            self._note_change()
+        return RemoteProtocolError(f"it holds another plan, of revision {plan.revision}", "stale_plan")
 
     async def _keep_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
         """Bring one member to serving, and back to it whenever its connection is lost."""
@@ -557,7 +576,8 @@ class BackboneDuty:
                     return
                 self._roster.set_state(node_id, "unreachable", str(error))
                 log.warning("holder_not_connected", node=node_id, reason=str(error))
-                refusals += 1
+                if not (isinstance(error, RemoteProtocolError) and error.code == "stale_plan"):
+                    refusals += 1
                 if refusals == OFFERS_REFUSED_MAX:
                     log.warning("member_unfit", node=node_id, reason=str(error))
                     self._roster.note_unfit(node_id, self._now())
@@ -577,7 +597,12 @@ class BackboneDuty:
             await self._host.connect(member.record.addresses)
         stream = await self._host.open_stream(node_id)
         try:
-            accept = await ask(stream, PlanOffer(self._signed_plan, proof), PlanAccept, LOAD_TIMEOUT_S)
+            accept = await ask(
+                stream, PlanOffer(self._signed_plan, proof), (PlanAccept, PlanSuperseded), LOAD_TIMEOUT_S
+            )
+            if isinstance(accept, PlanSuperseded):
+                raise self._go_on_above(accept.plan, plan)
+            assert isinstance(accept, PlanAccept)
             if member is not None:
                 member.shard_bytes = accept.memory_bytes
             if accept.shard_digest != shard.digest() or accept.revision != plan.revision:
@@ -598,7 +623,7 @@ class BackboneDuty:
             primary=plan.primary_shard_of(node_id).encode(),
             proof=proof,
         )
-        self._holder_events.pop(node_id, None)
+        self._holder_events[node_id] = trio.Event()
         reply = await engine.exchange(
             request,
             (HolderConnected, HolderLost),
@@ -608,7 +633,7 @@ class BackboneDuty:
         if isinstance(reply, HolderLost):
             self._roster.holder_lost(node_id, reply.code, reply.reason)
             raise RemoteProtocolError(reply.reason, reply.code)
-        if node_id in self._holder_events:
+        if self._holder_events[node_id].is_set():
             return  # it was lost again, or joined anew, before this task had its turn
         self._roster.set_state(node_id, "serving")
         log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))
@@ -616,7 +641,13 @@ class BackboneDuty:
 
     # -- events ------------------------------------------------------------------------------------
 
+    def _note_error(self, text: str) -> None:
+        self._last_error.note(text)
+        self._note_change()
+
     def _note_change(self) -> None:
+        if self.state()[0] == "ready":
+            self._last_error.note_ready()
         self._changed.set()
         self._changed = trio.Event()
 
@@ -624,9 +655,10 @@ class BackboneDuty:
         await self._changed.wait()
 
     def _wake_holder(self, node_id: NodeId) -> None:
-        self._holder_events.setdefault(node_id, trio.Event()).set()
+        if node_id in self._holder_events:
+            self._holder_events[node_id].set()
 
     async def _wait_holder(self, node_id: NodeId) -> None:
         """Wait until something happened to this member's connection or membership."""
-        await self._holder_events.setdefault(node_id, trio.Event()).wait()
-        self._holder_events.pop(node_id, None)
+        await self._holder_events[node_id].wait()
+        self._holder_events[node_id] = trio.Event()

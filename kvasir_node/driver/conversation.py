@@ -32,10 +32,10 @@ async def hear(stream: ControlStream, timeout_s: float = ANSWER_TIMEOUT_S) -> Sw
 async def ask(
     stream: ControlStream,
     message: SwarmMessage,
-    reply_type: type[ReplyT],
+    reply_type: type[ReplyT] | tuple[type[ReplyT], ...],
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> ReplyT:
-    """Send a question; its answer. A refusal, or an answer of another kind, raises `RemoteProtocolError`."""
+    """Send a question; its answer, of one of these types. Anything else raises `RemoteProtocolError`."""
     await tell(stream, message)
     reply = await hear(stream, timeout_s)
     if isinstance(reply, Refusal):

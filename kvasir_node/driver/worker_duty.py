@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_node import __version__
 from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
+from kvasir_node.driver.last_error import LastError
 from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
@@ -59,6 +60,7 @@ from kvasir_proto.messages.swarm import (
     Leave,
     PlanAccept,
     PlanOffer,
+    PlanSuperseded,
     Refusal,
     Welcome,
 )
@@ -98,6 +100,13 @@ class _Assignment:
     version: tuple[int, int, int]
     """(epoch, term, revision) of the plan."""
     shard: ShardSet
+    signed_plan: bytes
+
+    def supersedes(self, other: _Assignment) -> bool:
+        """Whether it is of a newer plan, or of another one with the same version, which nobody may make."""
+        if other.version == self.version:
+            return other.signed_plan != self.signed_plan
+        return other.version < self.version
 
 
 class WorkerDuty:
@@ -140,7 +149,7 @@ class WorkerDuty:
         self._sequence = 0
         self._contact = "looking for the backbone"
         self._is_member = False
-        self._last_error = ""
+        self._last_error = LastError(wall_time)
         self._swarm_known = trio.Event()
         self._news = trio.Event()
         self._engine_up = trio.Event()
@@ -154,7 +163,7 @@ class WorkerDuty:
         if not self._is_member:
             return ("isolated" if self._term else "joining"), self._contact
         if self._engine is None:
-            return "starting", self._last_error or "the worker engine is starting"
+            return "starting", self._last_error.unrecovered or "the worker engine is starting"
         if self._assignment is None:
             return "joining", "no plan yet"
         if self._loaded != self._assignment:
@@ -177,7 +186,7 @@ class WorkerDuty:
             "members": [],
             "engine": engine_report(self._engine),
             "data_address": f"{self._listening.host}:{self._listening.port}" if self._listening else None,
-            "last_error": self._last_error,
+            **self._last_error.report(),
         }
 
     async def engine_statistics(self) -> str:
@@ -206,7 +215,7 @@ class WorkerDuty:
         except KvasirError as error:
             if isinstance(error, TransportUnavailable):
                 return  # the backbone has said all it had to say
-            self._last_error = str(error)
+            self._last_error.note(str(error))
             log.error("request_failed", node=node_id, reason=str(error))
             code = "model_unusable" if isinstance(error, ModelUnusable) else "engine_failed"
             await tell(stream, Refusal(code, as_sentence(str(error))))
@@ -233,7 +242,7 @@ class WorkerDuty:
         if self._engine is not None:
             await self._engine.send(SetFence(term.epoch, term.term))
 
-    async def _take_plan(self, node_id: NodeId, offer: PlanOffer) -> PlanAccept:
+    async def _take_plan(self, node_id: NodeId, offer: PlanOffer) -> PlanAccept | PlanSuperseded:
         term = self._check_proof(self._swarm, node_id, offer.proof)
         assert self._swarm is not None
         plan = open_plan(offer.plan, self._swarm.digest, term.backbone)
@@ -241,13 +250,14 @@ class WorkerDuty:
             raise RemoteProtocolError("the plan is of another term than its proof", "stale_term")
         await self._follow(term)
         version = (plan.epoch, plan.term, plan.revision)
-        assignment = _Assignment(version, plan.shard_of(self._host.node_id))
+        assignment = _Assignment(version, plan.shard_of(self._host.node_id), offer.plan)
         if not len(assignment.shard):
             raise RemoteProtocolError("the plan gives nothing to this node", "empty_shard")
         async with self._load_lock:
             current = self._assignment
-            if current is not None and assignment.version < current.version:
-                raise RemoteProtocolError(f"plan {current.version[2]} is newer", "stale_plan")
+            if current is not None and current.supersedes(assignment):
+                log.warning("plan_superseded", revision=plan.revision, newer=current.version[2])
+                return PlanSuperseded(current.signed_plan)
             model = await self._usable_model()
             need = self._check_fits(model, assignment.shard)
             self._assignment = assignment
@@ -344,7 +354,7 @@ class WorkerDuty:
             await keep_running(self._run_engine, self._now, self._note_engine_failure)
 
     def _note_engine_failure(self, error: KvasirError) -> None:
-        self._last_error = str(error)
+        self._last_error.note(str(error))
         log.error("engine_failed", role="worker", reason=str(error))
 
     async def _run_engine(self) -> NoReturn:
@@ -380,7 +390,7 @@ class WorkerDuty:
                 await self._load(engine, await self._usable_model(), self._assignment)
             except KvasirError as error:
                 # The engine is not to blame: the backbone offers its plan again, and each offer tries again.
-                self._last_error = str(error)
+                self._last_error.note(str(error))
                 log.error("shard_not_loaded", reason=str(error))
 
     async def _stay_member(self) -> None:
@@ -421,6 +431,8 @@ class WorkerDuty:
                 self._news = trio.Event()
                 sequence += 1
                 state, reason = self.state()
+                if state == "ready":
+                    self._last_error.note_ready()
                 await ask(stream, Heartbeat(sequence, state, as_sentence(reason)), HeartbeatReply)
             await self._say_goodbye(stream)
         finally:

@@ -8,6 +8,7 @@ node can be reached; after, the port is free and every stream has ended.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -34,16 +35,21 @@ from kvasir_node.net.control_stream import Libp2pControlStream
 from kvasir_node.net.identity import NodeIdentity
 from kvasir_node.net.listener import BoundTcp, open_listening_socket, reachable_addresses
 from kvasir_node.net.muxer import use_uninterrupted_yamux
+from kvasir_node.telemetry import restore_library_levels
 from kvasir_proto.errors import ConfigurationInvalid, KvasirError, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import NodeId, is_node_id
-from kvasir_proto.limits import SWARM_FRAME_SIZE_MAX
+from kvasir_proto.limits import SWARM_FRAME_SIZE_MAX, WORKERS_MAX
 
 CONTROL_PROTOCOL: Final = "/kvasir/control/1.0.0"
+NODES_KNOWN_MAX: Final = 4 * WORKERS_MAX
+"""Nodes whose addresses are remembered for the next dial; the one connected longest ago gives way."""
+
 log = structlog.get_logger(__name__)
 
-# Importing libp2p takes the handlers from its logger and cuts it off from the root, so that warnings reach
-# standard error unformatted, past ours. What is loud enough to be shown is decided in `telemetry`.
+# Importing libp2p takes the handlers from its logger, cuts it off from the root, so that warnings reach
+# standard error unformatted, past ours, and sets its level. What is shown is decided in `telemetry`.
 logging.getLogger("libp2p").propagate = True
+restore_library_levels()
 # This module sets its own level, and reports twice a minute.
 logging.getLogger("libp2p.network.auto_connector").setLevel(logging.NOTSET)
 
@@ -132,7 +138,10 @@ class Libp2pHost:
         node_id = _node_of(addresses)
         if node_id == self.node_id:
             raise ConfigurationInvalid(f"{addresses[0]} is the address of this node itself")
+        self._known.pop(node_id, None)
         self._known[node_id] = addresses
+        while len(self._known) > NODES_KNOWN_MAX:
+            del self._known[next(iter(self._known))]
         await self._ensure_connected(node_id)
         return node_id
 
@@ -271,26 +280,34 @@ class Libp2pHost:
         return [each for each in self._swarm.get_connections(libp2p_id) if not each.is_closed]
 
     async def _ensure_connected(self, node_id: NodeId) -> None:
-        libp2p_id = _libp2p_id(node_id)
         # One dial at a time for each node: two would make two connections.
-        async with self._dialling.setdefault(node_id, trio.Lock()):
+        dialling = self._dialling.setdefault(node_id, trio.Lock())
+        try:
+            async with dialling:
+                await self._dial_unless_connected(node_id)
+        finally:
+            if not dialling.locked():  # or another waits, and holds it already
+                self._dialling.pop(node_id, None)
+
+    async def _dial_unless_connected(self, node_id: NodeId) -> None:
+        libp2p_id = _libp2p_id(node_id)
+        if self._live(libp2p_id):
+            return
+        addresses = self._known.get(node_id, ())
+        if not addresses:
+            raise TransportUnavailable(f"node {node_id} is not connected and has no known address")
+        failures = []
+        deadline = trio.current_time() + self._options.dial_timeout_s
+        # libp2p would try one address of them all and then refuse the node for a minute; so each is
+        # dialled by itself. Addresses it heard of before are forgotten: the node may have moved to a
+        # new port.
+        self._swarm.peerstore.clear_addrs(libp2p_id)
+        self._swarm.unblock_peer(libp2p_id)
+        for index, address in enumerate(addresses):
+            share_s = (deadline - trio.current_time()) / (len(addresses) - index)
+            failures.append(f"{address}: {await self._dial(address, libp2p_id, share_s)}")
             if self._live(libp2p_id):
                 return
-            addresses = self._known.get(node_id, ())
-            if not addresses:
-                raise TransportUnavailable(f"node {node_id} is not connected and has no known address")
-            failures = []
-            deadline = trio.current_time() + self._options.dial_timeout_s
-            # libp2p would try one address of them all and then refuse the node for a minute; so each is
-            # dialled by itself. Addresses it heard of before are forgotten: the node may have moved to a
-            # new port.
-            self._swarm.peerstore.clear_addrs(libp2p_id)
-            self._swarm.unblock_peer(libp2p_id)
-            for index, address in enumerate(addresses):
-                share_s = (deadline - trio.current_time()) / (len(addresses) - index)
-                failures.append(f"{address}: {await self._dial(address, libp2p_id, share_s)}")
-                if self._live(libp2p_id):
-                    return
         raise TransportUnavailable("cannot reach node " + node_id + " at " + "; ".join(failures))
 
     async def _dial(self, address: str, libp2p_id: ID, timeout_s: float) -> str:
@@ -307,8 +324,7 @@ class Libp2pHost:
         except trio.TooSlowError:
             return f"no answer within {timeout_s:.1f} s"
         except Exception as error:  # libp2p raises many types here, none documented
-            cause = error.__cause__ or error
-            return str(cause) or type(cause).__name__
+            return _reason_of(error)
         return "connected"
 
     async def _admit(self, connection: Any) -> None:
@@ -400,6 +416,17 @@ def _node_of(addresses: tuple[str, ...]) -> NodeId:
     if len(names) != 1:
         raise ConfigurationInvalid("addresses of exactly one node are needed, not of " + str(len(names)))
     return NodeId(names.pop())
+
+
+def _reason_of(error: BaseException) -> str:
+    """Why a dial failed: what the system said, where libp2p's exception goes back to that."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(sorted({_reason_of(each) for each in error.exceptions}))
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 def _has_cancelled(error: BaseException) -> bool:

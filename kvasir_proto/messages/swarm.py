@@ -99,6 +99,18 @@ class PlanAccept:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanSuperseded:
+    """The worker has accepted another plan of the same term, as new as the one offered or newer: this one.
+
+    The whole signed plan, not its revision: a backbone that has lost it goes on above it, and believes nobody
+    but its own signature about what it has said before.
+    """
+
+    kind: ClassVar[str] = "plan_superseded"
+    plan: SignedBytes
+
+
+@dataclass(frozen=True, slots=True)
 class DataRequest:
     """Asks that the receiver's engine expect a data connection from the engine with this certificate."""
 
@@ -154,6 +166,7 @@ SwarmMessage: TypeAlias = (
     | Refusal
     | PlanOffer
     | PlanAccept
+    | PlanSuperseded
     | DataRequest
     | DataGrant
     | Heartbeat

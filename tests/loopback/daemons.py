@@ -80,7 +80,7 @@ class Daemon:
     def status(self) -> dict[str, Any] | None:
         """Its status document; None while it does not answer."""
         try:
-            document: dict[str, Any] = json.loads(trio.run(request_status, self.locations.control_socket))
+            document: dict[str, Any] = json.loads(trio.run(request_status, self.locations))
         except KvasirError:
             return None
         return document

@@ -63,7 +63,7 @@ class Swarm:
 async def _generate(daemon: Daemon, n_tokens: int, on_token: Callable[[int], None]) -> list[int]:
     tokens: list[int] = []
     with trio.fail_after(PATIENCE_S):
-        async with connect_daemon(daemon.locations.control_socket) as connection:
+        async with connect_daemon(daemon.locations) as connection:
             await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
             while True:
                 reply = await connection.receive()
@@ -107,6 +107,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
             daemon.kill(signal.SIGTERM)
         for daemon in daemons:
             assert daemon.wait_ended() == 0, daemon.log()
+            assert "library=" not in daemon.log_file.read_text(), "a library spoke past our words"
     finally:
         for daemon in daemons:
             daemon.end()
@@ -187,7 +188,7 @@ def test_a_client_that_goes_away_ends_its_session(swarm: Swarm) -> None:
     swarm.wait_ready()
 
     async def leave() -> None:
-        async with connect_daemon(swarm.founder.locations.control_socket) as connection:
+        async with connect_daemon(swarm.founder.locations) as connection:
             await connection.send(GenerateRequest(None, (5, 6, 7), 2000, SAMPLING))
             await connection.receive()
 
@@ -274,8 +275,10 @@ def test_with_only_a_dead_bootstrap_a_daemon_stays_up_and_answers(swarm: Swarm, 
         daemon.start()
         document = daemon.wait(lambda document: address in document["reason"], "a reason")
         assert document["state"] == "joining"
+        assert document["reason"].endswith(f"{address}: Connection refused")
         daemon.kill(signal.SIGTERM)
         assert daemon.wait_ended() == 0
+        assert "[error" not in daemon.log(), daemon.log()
     finally:
         daemon.end()
 

@@ -242,6 +242,22 @@ async def test_a_node_nobody_told_us_about_is_unavailable() -> None:
             await one.open_stream(identity().node_id)
 
 
+async def test_what_is_remembered_for_dialling_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir_node.net.host.NODES_KNOWN_MAX", 2)
+    port = free_port()
+    async with host() as one, host() as two:
+        await one.connect(two.addresses())
+        dead = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity().node_id}" for _ in range(2)]
+        for address in dead:
+            with pytest.raises(TransportUnavailable, match="cannot reach"):
+                await one.connect(address)
+        assert [address for (address,) in one._known.values()] == dead
+        await one.connect(two.addresses())
+        assert list(one._known)[-1] == two.node_id
+        assert len(one._known) == 2
+        assert one._dialling == {}
+
+
 @pytest.mark.parametrize(
     "address",
     [

@@ -22,8 +22,10 @@ from kvasir_node.control import (
     request_status,
     request_stop,
 )
+from kvasir_node.home_lock import HomeLock
+from kvasir_node.locations import Locations
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import ConfigurationInvalid, EngineFailed, NotReady, NotRunning
+from kvasir_proto.errors import ConfigurationInvalid, DaemonUnreachable, EngineFailed, NotReady, NotRunning
 from kvasir_proto.framing import frame
 from kvasir_proto.limits import LOCAL_FRAME_SIZE_MAX
 from kvasir_proto.messages.local import (
@@ -99,6 +101,11 @@ class Daemon:
         self.stopped.set()
 
 
+def home_of(path: Path) -> Locations:
+    """A home whose control socket is at that path."""
+    return Locations(path.parent / "kvasir.toml", *[path.parent] * 4)
+
+
 @contextlib.asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[tuple[Daemon, Path]]:
     """A server in ``directory``; at the end it must still answer, whatever was done to it."""
@@ -108,14 +115,14 @@ async def serving(directory: Path) -> AsyncIterator[tuple[Daemon, Path]]:
             await nursery.start(ControlServer(path, daemon).run)
             yield daemon, path
             daemon.error = None
-            assert await request_status(path) == daemon.document
+            assert await request_status(home_of(path)) == daemon.document
         nursery.cancel_scope.cancel()
 
 
 async def converse(path: Path, request: LocalMessage) -> list[LocalMessage]:
     """Everything the daemon says to one request."""
     heard: list[LocalMessage] = []
-    async with connect_daemon(path) as connection:
+    async with connect_daemon(home_of(path)) as connection:
         await connection.send(request)
         with contextlib.suppress(NotRunning):
             while True:
@@ -165,7 +172,7 @@ async def test_the_socket_is_gone_afterwards_and_a_stale_one_is_no_obstacle(tmp_
         pass
     assert not path.exists()
     with pytest.raises(NotRunning, match="no daemon runs"):
-        await request_status(path)
+        await request_status(home_of(path))
 
 
 async def test_a_socket_that_nobody_serves_means_not_running(tmp_path: Path) -> None:
@@ -173,7 +180,15 @@ async def test_a_socket_that_nobody_serves_means_not_running(tmp_path: Path) -> 
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
         with pytest.raises(NotRunning):
-            await request_status(path)
+            await request_status(home_of(path))
+
+
+async def test_a_daemon_whose_socket_was_removed_is_told_from_one_that_does_not_run(tmp_path: Path) -> None:
+    home = home_of(tmp_path / "control.sock")
+    with HomeLock(home.lock_file), pytest.raises(DaemonUnreachable, match=f"kill {os.getpid()}"):
+        await request_status(home)
+    with pytest.raises(NotRunning):
+        await request_status(home)
 
 
 async def test_a_place_where_no_socket_can_be_made_is_a_sentence(tmp_path: Path) -> None:
@@ -208,7 +223,7 @@ async def test_half_a_request_needs_no_answer(tmp_path: Path, data: bytes) -> No
 
 async def test_a_client_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
-    async with serving(tmp_path) as (_daemon, path), connect_daemon(path) as connection:
+    async with serving(tmp_path) as (_daemon, path), connect_daemon(home_of(path)) as connection:
         await connection.wait_closed()
 
 
@@ -227,17 +242,17 @@ async def test_one_connection_too_many_is_refused_at_once_and_the_next_is_served
         daemon.endless = True
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(CONNECTIONS_MAX):
-                connection = await stack.enter_async_context(connect_daemon(path))
+                connection = await stack.enter_async_context(connect_daemon(home_of(path)))
                 await connection.send(ask_for_text(1))
                 assert isinstance(await connection.receive(), TokenEvent)
             heard = await converse(path, StatusRequest())
             assert [each.code for each in heard if isinstance(each, Refusal)] == ["busy"]
             with pytest.raises(EngineFailed, match="32 requests are being answered"):
-                await request_status(path)
+                await request_status(home_of(path))
         await daemon.cancelled.wait()
         while True:  # each slot is free as soon as its own task has seen the end
             with contextlib.suppress(EngineFailed):
-                await request_status(path)
+                await request_status(home_of(path))
                 break
             await trio.lowlevel.checkpoint()
 
@@ -245,7 +260,7 @@ async def test_one_connection_too_many_is_refused_at_once_and_the_next_is_served
 async def test_a_client_that_goes_away_cancels_its_session(tmp_path: Path) -> None:
     async with serving(tmp_path) as (daemon, path):
         daemon.endless = True
-        async with connect_daemon(path) as connection:
+        async with connect_daemon(home_of(path)) as connection:
             await connection.send(ask_for_text())
             await connection.receive()
         await daemon.cancelled.wait()
@@ -254,7 +269,7 @@ async def test_a_client_that_goes_away_cancels_its_session(tmp_path: Path) -> No
 async def test_a_client_that_goes_away_cancels_its_evaluation(tmp_path: Path) -> None:
     async with serving(tmp_path) as (daemon, path):
         daemon.endless = True
-        async with connect_daemon(path) as connection:
+        async with connect_daemon(home_of(path)) as connection:
             await connection.send(EvaluateRequest((1,), (1,), "/x"))
             await daemon.started.wait()
         await daemon.cancelled.wait()
@@ -264,7 +279,7 @@ async def test_a_client_that_never_reads_is_given_up(tmp_path: Path, monkeypatch
     monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
     async with serving(tmp_path) as (daemon, path):
         daemon.pieces = [bytes(4096)]
-        async with connect_daemon(path) as connection:
+        async with connect_daemon(home_of(path)) as connection:
             await connection.send(ask_for_text(100_000))
             await daemon.cancelled.wait()
 
@@ -301,7 +316,7 @@ async def test_what_fails_is_refused_with_a_code_and_the_daemon_goes_on(
         assert [each.code for each in heard if isinstance(each, Refusal)] == [code]
         if code == "not_ready":
             with pytest.raises(EngineFailed, match="not now"):
-                await request_status(path)
+                await request_status(home_of(path))
 
 
 async def test_a_document_too_large_to_send_is_refused(tmp_path: Path) -> None:
@@ -332,14 +347,14 @@ async def test_stop_waits_until_the_daemon_has_ended(tmp_path: Path) -> None:
             listening = trio.Event()
             nursery.start_soon(live)
             await listening.wait()
-            await request_stop(path, PATIENCE_S)
+            await request_stop(home_of(path), PATIENCE_S)
             assert ended
 
 
 async def test_stop_gives_up_at_its_deadline(tmp_path: Path) -> None:
     async with serving(tmp_path) as (daemon, path):
         with pytest.raises(EngineFailed, match=r"did not stop within 0\.05 s"):
-            await request_stop(path, 0.05)
+            await request_stop(home_of(path), 0.05)
         assert daemon.stopped.is_set()
 
 
@@ -352,7 +367,7 @@ async def test_a_daemon_that_does_not_answer_is_said_so(
         deaf.listen(1)
         monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
         with pytest.raises(EngineFailed, match=r"did not answer within 0\.05 s"):
-            await request_status(path)
+            await request_status(home_of(path))
 
 
 async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path: Path) -> None:
@@ -370,14 +385,14 @@ async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.serve_listeners, answer, [trio.SocketListener(listener)])
             with pytest.raises(NotRunning, match="closed before the answer"):
-                await request_status(path)
+                await request_status(home_of(path))
             with pytest.raises(EngineFailed, match="answered stop_request"):
-                await request_status(path)
+                await request_status(home_of(path))
             nursery.cancel_scope.cancel()
 
 
 async def test_text_is_put_together_from_pieces_that_cut_letters(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (daemon, path), connect_daemon(path) as connection:
+    async with serving(tmp_path) as (daemon, path), connect_daemon(home_of(path)) as connection:
         daemon.pieces = ["ä".encode()[:1], "ä".encode()[1:] + b"b"]
         shown: list[str] = []
         assert await collect_text(connection, ask_for_text(2), shown.append) == ([7, 7], "äb", ENDED)
@@ -385,7 +400,7 @@ async def test_text_is_put_together_from_pieces_that_cut_letters(tmp_path: Path)
 
 
 async def test_a_refused_session_is_an_error_with_its_reason(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (daemon, path), connect_daemon(path) as connection:
+    async with serving(tmp_path) as (daemon, path), connect_daemon(home_of(path)) as connection:
         daemon.error = NotReady("the swarm is joining: 0 of 1 workers have joined")
         with pytest.raises(EngineFailed, match="0 of 1 workers"):
             await collect_text(connection, ask_for_text(), None)

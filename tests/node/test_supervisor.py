@@ -27,6 +27,7 @@ from kvasir_node.supervisor import (
     start_engine,
 )
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
@@ -345,7 +346,7 @@ async def test_a_long_life_starts_with_a_short_pause_again(autojump_clock: MockC
     assert pauses == pytest.approx([1.0] * 4)
 
 
-@pytest.mark.parametrize("kind", [IncompatibleVersion, PortInUse, ModelUnusable])
+@pytest.mark.parametrize("kind", [IncompatibleVersion, PortInUse, ModelUnusable, ConfigurationInvalid])
 async def test_what_makes_a_first_start_pointless_is_raised_and_waited_out_later(
     autojump_clock: MockClock, kind: type[KvasirError]
 ) -> None:

@@ -13,6 +13,8 @@ from kvasir_node.swarm_files import Founding, SwarmFiles
 from kvasir_proto.errors import ConfigurationInvalid
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.limits import SIGNED_SIZE_MAX
+from kvasir_proto.placement.plan import make_plan
+from kvasir_proto.signing import sign_message
 
 MODEL_DIGEST = bytes(range(32))
 
@@ -104,7 +106,6 @@ def test_nothing_was_joined_in_a_fresh_home(files: SwarmFiles) -> None:
     assert not files.is_founder
     assert files.load_joined() is None
     assert files.load() == (0, 0)
-    assert files.load_plan() is None
 
 
 def cut(data: bytes) -> bytes:
@@ -209,10 +210,42 @@ def test_a_damaged_generation_is_refused_by_name(files: SwarmFiles, tmp_path: Pa
         files.next_generation()
 
 
-def test_the_plan_is_kept(files: SwarmFiles) -> None:
-    files.save_plan(b"one")
-    files.save_plan(b"two")
-    assert files.load_plan() == b"two"
+def sign_plan(founding: Founding, key: Ed25519PrivateKey, revision: int) -> bytes:
+    plan = make_plan([0], 2, [founding.term.backbone], epoch=0, term=1, revision=revision)
+    return sign_message(key, founding.swarm.digest, plan)
+
+
+def test_the_plan_is_kept(files: SwarmFiles, key: Ed25519PrivateKey) -> None:
+    founding = found(files, key)
+    assert files.load_plan(founding) is None
+    for revision in (1, 2):
+        files.save_plan(sign_plan(founding, key, revision))
+    saved = files.load_plan(founding)
+    assert saved is not None
+    assert (saved.plan.revision, saved.signed) == (2, sign_plan(founding, key, 2))
+
+
+@pytest.mark.parametrize("name", ["swarm-manifest", "term-proof", "fence.json", "engine-generation", "plan"])
+@pytest.mark.parametrize("damage", [b"", b"x", None])
+def test_a_damaged_file_ends_a_start_and_is_named(
+    files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path, name: str, damage: bytes | None
+) -> None:
+    founding = found(files, key)
+    files.save(0, 1)
+    files.next_generation()
+    files.save_plan(sign_plan(founding, key, 1))
+    files.check_undamaged(key)
+    path = tmp_path / "state" / name
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    with pytest.raises(ConfigurationInvalid, match=f"{name} is damaged"):
+        files.check_undamaged(key)
+
+
+def test_a_worker_has_fewer_files_to_check(files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    files.check_undamaged(key)
+    files.save_joined(b"x")
+    with pytest.raises(ConfigurationInvalid, match="swarm-manifest is damaged"):
+        files.check_undamaged(key)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -134,10 +134,12 @@ def test_a_full_context_ends_a_session() -> None:
     assert run.trunk.position <= 8
 
 
-@pytest.mark.parametrize("prompt", [[], list(range(32)), list(range(33))])
+@pytest.mark.parametrize("prompt", [[], list(range(32)), list(range(33)), [1, N_VOCAB], [-1]])
 def test_a_prompt_that_cannot_be_run_is_refused_before_anything_is_decoded(prompt: list[int]) -> None:
     run = Run()
-    with pytest.raises(UsageError, match=r"the prompt (is empty|has \d+ tokens, the context 32)"):
+    with pytest.raises(
+        UsageError, match=r"prompt (is empty|has (\d+ tokens, the context 32|a token id out))"
+    ):
         run(prompt, 3)
     assert run.trunk.decoded == []
 

@@ -108,13 +108,13 @@ def test_a_configuration_that_cannot_be_used_exits_6_and_names_the_place(
     assert said in outcome.sentence
 
 
-def test_a_damaged_fence_ends_a_workers_start_with_6(tmp_path: Path) -> None:
+def test_a_damaged_file_ends_a_workers_start_with_6(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
-    (tmp_path / "state" / "fence.json").write_text("{")
+    (tmp_path / "state" / "engine-generation").write_text("{")
     backbone = f"/ip4/127.0.0.1/tcp/9/p2p/{node_id_of(bytes(32))}"
     outcome = call_process("--log-level", "error", "run", "--bootstrap", backbone, home=tmp_path)
     assert outcome.status == 6, outcome
-    assert "fence.json is damaged" in outcome.sentence
+    assert "engine-generation is damaged" in outcome.sentence
 
 
 def test_an_unknown_variable_exits_6(tmp_path: Path) -> None:

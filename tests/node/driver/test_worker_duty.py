@@ -49,6 +49,7 @@ from kvasir_proto.messages.swarm import (
     Leave,
     PlanAccept,
     PlanOffer,
+    PlanSuperseded,
     Welcome,
 )
 from kvasir_proto.placement.plan import Plan, make_plan
@@ -59,7 +60,7 @@ from tests.node.driver.twins import TwinWorker, World, node_key, node_of, open_w
 
 REPORT_KEYS = {
     *("epoch", "term", "backbone", "ranks", "swarm", "model", "plan", "shards", "n_experts_held", "members"),
-    *("engine", "data_address", "last_error"),
+    *("engine", "data_address", "last_error", "last_error_at", "last_error_recovered"),
 }
 
 
@@ -100,7 +101,7 @@ class Backbone:
         """The states that were told."""
         return [each.state for each in self.heard if isinstance(each, Heartbeat)]
 
-    def plan(self, *workers: TwinWorker, **changes: Any) -> Plan:
+    def plan(self, *workers: TwinWorker | Backbone, **changes: Any) -> Plan:
         """A plan for these workers."""
         manifest = self.world.model.manifest
         numbers = {"epoch": 0, "term": 1, "revision": 1} | changes
@@ -529,7 +530,7 @@ async def test_a_shard_that_just_fits_is_taken(
         assert worker.state == "ready"
 
 
-async def test_an_older_plan_is_refused_and_the_same_one_costs_nothing(
+async def test_an_older_plan_is_answered_with_the_newer_and_the_same_one_costs_nothing(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
@@ -540,7 +541,12 @@ async def test_an_older_plan_is_refused_and_the_same_one_costs_nothing(
         assert worker.engines.last.count(LoadShard) == 1
         assert worker.duty.report()["plan"] == {"revision": 6}
         older = PlanOffer(backbone.sign(backbone.plan(worker, revision=5)), backbone.founding.proof)
-        assert await code_of(lambda: backbone.ask(worker, older, PlanAccept)) == "stale_plan"
+        answer = await backbone.ask(worker, older, PlanSuperseded)
+        assert answer == PlanSuperseded(backbone.sign(backbone.plan(worker, revision=6)))
+        # Nor is another one with the same number believed.
+        other = PlanOffer(backbone.sign(backbone.plan(worker, backbone, revision=6)), backbone.founding.proof)
+        assert await backbone.ask(worker, other, PlanSuperseded) == answer
+        assert worker.duty.report()["plan"] == {"revision": 6}
 
 
 async def test_revisions_begin_again_in_a_new_term(
@@ -562,6 +568,7 @@ async def test_a_model_that_is_missing_is_said_and_found_once_it_is_there(
         offer = PlanOffer(backbone.sign(backbone.plan(worker)), backbone.founding.proof)
         assert await code_of(lambda: backbone.ask(worker, offer, PlanAccept)) == "model_unusable"
         assert worker.duty.report()["last_error"] == "the swarm's model is not here"
+        assert worker.duty.report()["last_error_recovered"] is False
         assert worker.state == "joining"
         worker.model_error = None
         await backbone.ask(worker, offer, PlanAccept)

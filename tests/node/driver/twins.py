@@ -25,7 +25,7 @@ from kvasir_node.driver.worker_duty import WorkerDuty, WorkerSettings
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import Engine
-from kvasir_node.swarm_files import Founding, SwarmFiles
+from kvasir_node.swarm_files import Founding, SavedPlan, SwarmFiles
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import ModelUnusable
@@ -62,6 +62,7 @@ from kvasir_proto.messages.engine import (
     TokenEmitted,
     TrunkLoaded,
 )
+from kvasir_proto.placement.plan import open_plan
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest
 from tests.node.driver.memory_network import MemoryHost, MemoryNetwork
 
@@ -436,6 +437,12 @@ class TwinFounder(TwinNode):
     def _save_plan(self, signed: bytes) -> None:
         self.disk.plan = signed
 
+    def _saved_plan(self) -> SavedPlan | None:
+        signed = self.disk.plan
+        if signed is None:
+            return None
+        return SavedPlan(open_plan(signed, self.founding.swarm.digest, self.node_id), signed)
+
     def _make_duty(self) -> BackboneDuty:
         return BackboneDuty(
             node_key=self.key,
@@ -445,7 +452,7 @@ class TwinFounder(TwinNode):
             start_engine=self.engines,
             next_generation=self.disk.next_generation,
             settings=self.settings,
-            saved_plan=self.disk.plan,
+            saved_plan=self._saved_plan(),
             save_plan=self._save_plan,
             now=now,
             wall_time=wall_time,
