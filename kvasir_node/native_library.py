@@ -12,14 +12,14 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final, cast
 
 from kvasir_proto.errors import IncompatibleVersion
 from kvasir_proto.program import PROGRAM_STEPS_MAX
 
-NATIVE_ABI: Final = 1
+NATIVE_ABI: Final = 2
 """`KVASIR_NATIVE_ABI` of the header this module mirrors."""
 
 LAYER_DONE: Final = 0
@@ -101,23 +101,14 @@ class NativeLibrary:
         )
         self._kernel_error = _function(library, "kernel_error", None, c_void_p, c_char_p, c_size_t)
 
-        self.partition: Callable[[int, int, int, int, int, int, int], int] = _function(
-            library,
-            "partition",
-            c_int32,
-            *(c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
-        )
-        self.pack_rows: Callable[[int, int, int, bool, int, int, int, int, int, int], int] = _function(
-            library,
-            "pack_rows",
-            c_int32,
-            *(c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p),
-        )
-        self.pack_call: Callable[[int, bool, int, int, int, int, int], int] = _function(
+        self.pack_call: Callable[[int, bool, int, int, int, int, int | None, int, int, int], int] = _function(
             library,
             "pack_call",
             c_int32,
-            *(c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
+            *(c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p),
+        )
+        self.is_expected_reply: Callable[[int, int, int, int], int] = _function(
+            library, "is_expected_reply", c_int32, c_void_p, c_uint64, c_uint64, c_int32
         )
         self.scatter_rows: Callable[[int, int, int, int, int], int] = _function(
             library, "scatter_rows", c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p

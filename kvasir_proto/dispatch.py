@@ -9,7 +9,10 @@ Every frame is a fixed header of `HEADER_BYTES` and then `payload_bytes` of payl
 * ``OPEN``: msgpack; the session's epoch, term, term proof and the model's digest. Answered by a ``REPLY``.
 * ``PROGRAM``: one encoded expert program under an index that later dispatches name. Answered by a ``REPLY``.
 * ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], F32 rows[n_rows, n_embd_in].
-* ``REPLY``: F32 rows[n_pairs, n_embd_out] when the code is ``OK``, else a UTF-8 sentence.
+* ``REPLY``: when the code is ``OK``, F32 rows[n_pairs, n_embd_out] and behind them the SHA-256 over (request,
+  rows), or nothing where no rows were asked for; else a UTF-8 sentence.
+
+The digest stands behind the rows so that they are under way while it is computed.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import msgpack
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.program import PROGRAM_SIZE_BYTES_MAX
 
-HEADER_BYTES: Final = 80
+HEADER_BYTES: Final = 48
 """Size of every frame's header."""
 
-DIGEST_OFFSET: Final = 48
-"""Where in its header a REPLY's SHA-256 begins; it is the header's last 32 bytes."""
+DIGEST_BYTES: Final = 32
+"""Size of the SHA-256 behind a REPLY's rows."""
 
 PAIRS_MAX: Final = 65_536
 """(row, expert) pairs in one dispatch: a ubatch of 4,096 tokens with 16 experts each."""
@@ -46,10 +49,9 @@ PROGRAMS_MAX: Final = 64
 _MAGIC: Final = b"KVA1"
 _COMMON: Final = struct.Struct("<4sBBHQQ")  # magic, kind, wire type, code, request id, payload bytes
 _DISPATCH: Final = struct.Struct("<4sBBHQQIIIIII")  # + epoch, term, layer, program, n_rows, n_pairs
-_REPLY: Final = struct.Struct("<4sBBHQQQQI4x32s")  # + received_ns, compute_ns, n_pairs, SHA-256
+_REPLY: Final = struct.Struct("<4sBBHQQQQI4x")  # + received_ns, compute_ns, n_pairs
 
-assert _DISPATCH.size <= HEADER_BYTES
-assert _REPLY.size == HEADER_BYTES == DIGEST_OFFSET + 32
+assert _DISPATCH.size == _REPLY.size == HEADER_BYTES
 
 
 class FrameKind(enum.IntEnum):
@@ -111,7 +113,7 @@ class DispatchHeader(NamedTuple):
 
 
 class ReplyHeader(NamedTuple):
-    """A reply: the code, the worker's own timestamps, and the digest over (request, rows).
+    """A reply: the code and the worker's own timestamps.
 
     ``received_ns`` is the worker's monotonic clock when the request was complete, ``compute_ns`` how long
     the kernel took. Across machines only differences of the former mean anything.
@@ -123,7 +125,6 @@ class ReplyHeader(NamedTuple):
     received_ns: int
     compute_ns: int
     n_pairs: int
-    digest: bytes
 
 
 class PlainHeader(NamedTuple):
@@ -212,6 +213,11 @@ def dispatch_payload_bytes(n_rows: int, n_pairs: int, n_embd_in: int) -> int:
     return 8 * n_pairs + 4 * n_rows * n_embd_in
 
 
+def reply_payload_bytes(n_pairs: int, n_embd_out: int) -> int:
+    """Size in bytes of an ``OK`` REPLY's payload: the F32 rows and their digest, or nothing without rows."""
+    return 4 * n_pairs * n_embd_out + DIGEST_BYTES if n_pairs else 0
+
+
 def pack_reply_into(
     buffer: bytearray | memoryview,
     *,
@@ -221,9 +227,8 @@ def pack_reply_into(
     n_pairs: int,
     received_ns: int,
     compute_ns: int,
-    digest: bytes,
 ) -> None:
-    """Write a REPLY header at the start of ``buffer``; ``digest`` is 32 bytes."""
+    """Write a REPLY header at the start of ``buffer``."""
     _REPLY.pack_into(
         buffer,
         0,
@@ -236,7 +241,6 @@ def pack_reply_into(
         received_ns,
         compute_ns,
         n_pairs,
-        digest,
     )
 
 
@@ -252,7 +256,6 @@ def pack_refusal(request_id: int, code: ReplyCode, reason: str) -> bytes:
         n_pairs=0,
         received_ns=0,
         compute_ns=0,
-        digest=bytes(32),
     )
     return bytes(frame) + text
 
@@ -315,16 +318,12 @@ def _parse_dispatch(data: bytes | bytearray | memoryview) -> DispatchHeader:
 
 
 def _parse_reply(data: bytes | bytearray | memoryview, code: int) -> ReplyHeader:
-    _, _, _, _, request_id, payload_bytes, received_ns, compute_ns, n_pairs, digest = _REPLY.unpack_from(
-        data, 0
-    )
+    _, _, _, _, request_id, payload_bytes, received_ns, compute_ns, n_pairs = _REPLY.unpack_from(data, 0)
     if code >= len(_REPLY_CODES):
         raise RemoteProtocolError(f"unknown reply code {code}", code="malformed")
     if payload_bytes > (REFUSAL_TEXT_BYTES_MAX if code else PAYLOAD_BYTES_MAX) or n_pairs > PAIRS_MAX:
         raise RemoteProtocolError(f"reply of {payload_bytes} bytes", code="oversize")
-    return ReplyHeader(
-        request_id, payload_bytes, _REPLY_CODES[code], received_ns, compute_ns, n_pairs, digest
-    )
+    return ReplyHeader(request_id, payload_bytes, _REPLY_CODES[code], received_ns, compute_ns, n_pairs)
 
 
 def reply_digest(request: bytes | bytearray | memoryview, rows: bytes | bytearray | memoryview) -> bytes:

@@ -24,13 +24,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.backbone.holder import PairIndices, RemoteHolder, Request
+from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
+from kvasir_proto.dispatch import FrameKind
 from kvasir_proto.errors import (
     EngineFailed,
     KvasirError,
@@ -49,7 +49,6 @@ _POLL_SLICE_MS: Final = 200
 """Longest single wait; between waits an abort is noticed."""
 
 _NOBODY: Final = -1
-_NO_PAIRS: Final[PairIndices] = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +84,66 @@ class _FrameBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
 
 
-class _Indices:
-    """An array of I32 and its address, which numpy takes a microsecond to tell."""
-
-    __slots__ = ("address", "values")
-
-    def __init__(self, values: PairIndices) -> None:
-        self.values = values
-        self.address: int = values.ctypes.data
-
-
 _PART_FIELDS: Final = 4
 _PART_CAPACITY, _PART_PAIRS, _PART_ROWS = 1, 2, 3
-"""kvasir_holder_part: payload address, capacity in bytes, pairs, rows; 64 bits each."""
+"""kvasir_holder_part: frame address, capacity in bytes, pairs, rows; 64 bits each."""
 
 
 class _Parts:
-    """What the native packer is told and tells of each place: an array of kvasir_holder_part."""
+    """What the native packer is told and tells of each place: frames, and an array of kvasir_holder_part."""
 
-    __slots__ = ("address", "values")
+    __slots__ = ("address", "frames", "values")
 
     def __init__(self, n_places: int) -> None:
         data = bytearray(8 * _PART_FIELDS * max(1, n_places))
+        self.frames: list[_FrameBuffer | None] = [None] * n_places
         self.values = memoryview(data).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(data))
 
-    def set_room(self, index: int, frame: _FrameBuffer | None) -> None:
-        """Let the packer write a place's payload into ``frame``, or nowhere."""
+    def make_room(self, n_embd_in: int) -> None:
+        """Give each place a frame as large as the packer has just found that it needs."""
+        for index, frame in enumerate(self.frames):
+            count = self.values[_PART_FIELDS * index + _PART_PAIRS]
+            size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(count, count, n_embd_in)
+            if count and (frame is None or len(frame.data) < size_bytes):
+                self._set_frame(index, _FrameBuffer(size_bytes))
+
+    def forget(self, index: int) -> None:
+        """Let a place's frame go: it may not have left yet."""
+        self._set_frame(index, None)
+
+    def _set_frame(self, index: int, frame: _FrameBuffer | None) -> None:
         base = _PART_FIELDS * index
-        self.values[base] = frame.address + dispatch.HEADER_BYTES if frame else 0
-        self.values[base + _PART_CAPACITY] = len(frame.data) - dispatch.HEADER_BYTES if frame else 0
+        self.frames[index] = frame
+        self.values[base] = frame.address if frame else 0
+        self.values[base + _PART_CAPACITY] = len(frame.data) if frame else 0
+
+
+class _Authority:
+    """The (epoch, term) that every dispatch names, and the next request id: kvasir_dispatch_authority."""
+
+    __slots__ = ("_request_ids", "_term", "address")
+
+    def __init__(self) -> None:
+        data = bytearray(16)
+        view = memoryview(data)
+        self._request_ids = view[:8].cast("Q")
+        self._request_ids[0] = 1  # 0 is that of OPEN
+        self._term = view[8:].cast("I")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+    def set_term(self, epoch: int, term: int) -> None:
+        """The authority from the next dispatch on."""
+        self._term[0], self._term[1] = epoch, term
+
+    @property
+    def next_request_id(self) -> int:
+        """The first id that no request has had."""
+        return self._request_ids[0]
+
+    def skip(self, count: int) -> None:
+        """Use up ``count`` ids."""
+        self._request_ids[0] += count
 
 
 @dataclass(slots=True)
@@ -124,16 +153,15 @@ class _Place:
     holder: RemoteHolder | LocalHolder
     shard: ShardSet
     primary: ShardSet
-    frame: _FrameBuffer | None = None
-    """Memory for its part of a whole layer call; what is dispatched again gets memory of its own."""
 
     @property
     def node_id(self) -> NodeId:
         return self.holder.node_id
 
-
-_Share = tuple[int, RemoteHolder | LocalHolder, _FrameBuffer, PairIndices, int, int]
-"""What one holder gets: its place's index, itself, the packed frame, the pairs, their address, n_rows."""
+    @property
+    def remote(self) -> RemoteHolder | None:
+        """The connection, unless it is the backbone's own copy."""
+        return self.holder if isinstance(self.holder, RemoteHolder) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +191,15 @@ class Dispatcher:
         self._manifest = manifest
         self._programs = programs
         self._on_holder_lost = on_holder_lost
-        self._authority = (0, 0)
+        self._authority = _Authority()
         self._places: list[_Place | None] = []
-        self._tables: dict[int, _Indices] = {}
+        self._tables: dict[int, IndexBuffer] = {}
         self._poll = select.poll()
         self._index_of_descriptor: dict[int, int] = {}
         self._lock = threading.Lock()
         self._changes: list[_Place | _Departure] = []
         self._aborted = False
         self._check: Callable[[], None] | None = None
-        self._request_id = 0
         self._layer_calls = 0
         self._rows_dispatched = 0
         self._rows_retried = 0
@@ -180,9 +207,10 @@ class Dispatcher:
         self._bytes_received = 0
         self._holders_lost = 0
         self._rows_by_holder: Counter[NodeId] = Counter()
-        self._pairs = _Indices(_NO_PAIRS)
+        self._grouped = NO_PAIRS
         self._parts = _Parts(0)
         self._filled = 0
+        self._non_finite: set[int] = set()  # pairs of this call for which somebody gave a bad row
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
 
     # -- from any thread ---------------------------------------------------------------------------
@@ -215,7 +243,7 @@ class Dispatcher:
 
     def set_authority(self, epoch: int, term: int) -> None:
         """The (epoch, term) that every dispatch names."""
-        self._authority = (epoch, term)
+        self._authority.set_term(epoch, term)
 
     def abort(self) -> None:
         """Make the current and every later layer call raise `DecodeAborted`, until `resume`."""
@@ -273,11 +301,12 @@ class Dispatcher:
             self._apply_changes()
         self._call = call
         self._filled = 0
+        self._non_finite.clear()
         n_pairs = call.n_tokens * call.n_slots
-        if len(self._pairs.values) < n_pairs:
-            self._pairs = _Indices(np.zeros(n_pairs, dtype=np.int32))
+        if len(self._grouped.values) < n_pairs:
+            self._grouped = IndexBuffer(np.zeros(n_pairs, dtype=np.int32))
         try:
-            self._assign(n_pairs)
+            self._assign(None, n_pairs, self._grouped, self._parts)
             while self._filled < n_pairs:
                 self._advance()
         except BaseException:
@@ -305,10 +334,7 @@ class Dispatcher:
         nothing is outstanding, and when `abort` is called.
         """
         with contextlib.suppress(DecodeAborted):
-            while any(
-                place is not None and isinstance(place.holder, RemoteHolder) and place.holder.outstanding
-                for place in self._places
-            ):
+            while any(place and place.remote and place.remote.outstanding for place in self._places):
                 self._advance()
 
     def _apply_changes(self) -> None:
@@ -338,11 +364,8 @@ class Dispatcher:
             if place is not None and isinstance(place.holder, RemoteHolder)
         }
         self._parts = _Parts(len(self._places))
-        for index, each in enumerate(self._places):
-            if each is not None:
-                self._parts.set_room(index, each.frame)
 
-    def _table(self, layer: int) -> _Indices:
+    def _table(self, layer: int) -> IndexBuffer:
         """The place that each expert's rows go to, shape [n_expert]; -1 where nobody is left."""
         table = self._tables.get(layer)
         if table is None:
@@ -352,226 +375,174 @@ class Dispatcher:
                     if place is not None:
                         held = place.primary if primaries_only else place.shard
                         values[list(held.experts_of(layer))] = index
-            table = self._tables[layer] = _Indices(values)
+            table = self._tables[layer] = IndexBuffer(values)
         return table
 
-    def _assign(self, n_pairs: int) -> None:
-        """Send every pair of the call to its holder: all requests first, then the backbone's own part."""
-        call = self._call
-        table = self._table(call.layer)
-        parts = self._parts
-        status = self._pack_call(table)
+    def _assign(self, pairs: IndexBuffer | None, n_pairs: int, grouped: IndexBuffer, parts: _Parts) -> None:
+        """Send pairs of the call, ascending, to their holders; None means all of them.
+
+        ``grouped`` (room for n_pairs) and the frames in ``parts`` stay in use until the rows are back. All
+        workers get theirs before what is the backbone's own is computed.
+        """
+        table = self._table(self._call.layer)
+        first_request_id = self._authority.next_request_id
+        status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status > 0:
-            self._make_room()
-            status = self._pack_call(table)
+            parts.make_room(self._call.n_embd_in)
+            status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status != 0:
-            raise self._unassignable(call.ids_address, n_pairs, table.values)
+            raise self._unassignable(pairs, n_pairs, table)
+        self._authority.skip(len(parts.frames))
+        own: list[tuple[int, LocalHolder, int, int]] = []
         start = 0
-        shares: list[_Share] = []
-        for index, place in enumerate(self._places):
+        now_ns = time.monotonic_ns()
+        for index, frame in enumerate(parts.frames):
             count = parts.values[_PART_FIELDS * index + _PART_PAIRS]
             if not count:
                 continue
-            assert place is not None
-            assert place.frame is not None
-            pairs = self._pairs.values[start : start + count]
-            n_rows = parts.values[_PART_FIELDS * index + _PART_ROWS]
-            shares.append((index, place.holder, place.frame, pairs, self._pairs.address + 4 * start, n_rows))
+            place = self._places[index]
+            if place is None:  # lost since the frames were packed: sending to somebody else has failed
+                self._assign_again(grouped.values[start : start + count])
+            elif isinstance(place.holder, LocalHolder):
+                own.append((index, place.holder, start, count))
+            else:
+                assert frame is not None
+                n_rows = parts.values[_PART_FIELDS * index + _PART_ROWS]
+                request_id = first_request_id + index
+                self._submit(place.holder, frame, request_id, grouped, start, count, n_rows, now_ns)
+                self._send(index)
             start += count
-        self._deliver(shares)
+        for index, holder, start, count in own:
+            frame = parts.frames[index]
+            assert frame is not None
+            n_rows = parts.values[_PART_FIELDS * index + _PART_ROWS]
+            self._compute_locally(holder, frame, grouped, start, count, n_rows)
 
-    def _pack_call(self, table: _Indices) -> int:
+    def _pack(
+        self,
+        table: IndexBuffer,
+        pairs: IndexBuffer | None,
+        n_pairs: int,
+        grouped: IndexBuffer,
+        parts: _Parts,
+    ) -> int:
         call = self._call
         return self._native.pack_call(
             ctypes.addressof(call),
             self._programs[call.program_index].input_per_slot,
+            self._authority.address,
             table.address,
             self._manifest.n_expert,
-            len(self._places),
-            self._pairs.address,
-            self._parts.address,
-        )
-
-    def _make_room(self) -> None:
-        """Give each place as much memory as the packer has just found that it needs."""
-        n_embd_in = self._call.n_embd_in
-        for index, place in enumerate(self._places):
-            count = self._parts.values[_PART_FIELDS * index + _PART_PAIRS]
-            size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(count, count, n_embd_in)
-            if place is not None and (place.frame is None or len(place.frame.data) < size_bytes):
-                place.frame = _FrameBuffer(size_bytes)
-                self._parts.set_room(index, place.frame)
-
-    def _assign_again(self, pairs: PairIndices) -> None:
-        """Send pairs whose holder has failed, ascending, to whoever else holds their experts."""
-        call = self._call
-        table = self._table(call.layer)
-        n_pairs = len(pairs)
-        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)[pairs]
-        grouped = np.zeros(n_pairs, dtype=np.int32)
-        counts = np.zeros(max(1, len(self._places)), dtype=np.int32)
-        status = self._native.partition(
-            ids.ctypes.data,
+            len(parts.frames),
+            pairs.address if pairs else None,
             n_pairs,
-            table.address,
-            self._manifest.n_expert,
-            len(self._places),
-            grouped.ctypes.data,
-            counts.ctypes.data,
+            grouped.address,
+            parts.address,
         )
-        if status != 0:
-            raise self._unassignable(ids.ctypes.data, n_pairs, table.values)
-        start = 0
-        shares: list[_Share] = []
-        for index, count in enumerate(counts.tolist()):
-            if not count:
-                continue
-            place = self._places[index]
-            assert place is not None
-            part = _Indices(pairs[grouped[start : start + count]])
-            frame, n_rows = self._pack(part)
-            shares.append((index, place.holder, frame, part.values, part.address, n_rows))
-            start += count
-        self._deliver(shares)
 
-    def _deliver(self, shares: list[_Share]) -> None:
-        """Send to all workers first, then compute what is the backbone's own meanwhile."""
-        now_ns = time.monotonic_ns()
-        for _, holder, frame, pairs, pairs_address, n_rows in shares:
-            if isinstance(holder, RemoteHolder):
-                self._submit(holder, frame, pairs, pairs_address, n_rows, now_ns)
-        for index, holder, *_ in shares:
-            if isinstance(holder, RemoteHolder):
-                self._send(index)
-        for _, holder, frame, pairs, _, n_rows in shares:
-            if isinstance(holder, LocalHolder):
-                self._compute_locally(holder, frame, pairs, n_rows)
+    def _assign_again(self, pairs: npt.NDArray[np.int32]) -> None:
+        """Send pairs whose holder has failed, ascending, to whoever else holds their experts."""
+        self._rows_retried += len(pairs)
+        # Memory of its own: the call's frames may be half-way out, and this may happen more than once.
+        grouped = IndexBuffer(np.zeros(len(pairs), dtype=np.int32))
+        self._assign(IndexBuffer(pairs.copy()), len(pairs), grouped, _Parts(len(self._places)))
 
-    def _unassignable(self, ids_address: int, n_pairs: int, table: npt.NDArray[np.int32]) -> KvasirError:
+    def _unassignable(self, pairs: IndexBuffer | None, n_pairs: int, table: IndexBuffer) -> KvasirError:
         """The error for ids that name experts that nobody has, or that do not exist."""
         call = self._call
-        ids = _ids_at(ids_address, n_pairs)
-        outside = ids[(ids < 0) | (ids >= len(table))]
+        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)
+        ids = ids[pairs.values] if pairs else ids[:n_pairs]
+        holder_of_expert = table.values
+        outside = ids[(ids < 0) | (ids >= len(holder_of_expert))]
         if len(outside):
-            return EngineFailed(f"the router chose expert {int(outside[0])} of {len(table)}")
-        absent = np.unique(ids[table[ids] == _NOBODY])
+            return EngineFailed(f"the router chose expert {int(outside[0])} of {len(holder_of_expert)}")
+        absent = np.unique(ids[holder_of_expert[ids] == _NOBODY])
         shown = ", ".join(str(expert) for expert in absent[:8])
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
         return NoHolderLeft(f"no holder is left for layer {call.layer}, experts {shown}{more}")
-
-    def _pack(self, pairs: _Indices) -> tuple[_FrameBuffer, int]:
-        """Lay out a dispatch payload for these pairs behind room for its header; return it and n_rows."""
-        call = self._call
-        n_pairs = len(pairs.values)
-        frame = _FrameBuffer(
-            dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(n_pairs, n_pairs, call.n_embd_in)
-        )
-        rows_of_pairs = frame.address + dispatch.HEADER_BYTES
-        n_rows = self._native.pack_rows(
-            call.x_address,
-            call.n_embd_in,
-            call.n_slots,
-            self._programs[call.program_index].input_per_slot,
-            call.ids_address,
-            pairs.address,
-            n_pairs,
-            rows_of_pairs,
-            rows_of_pairs + 4 * n_pairs,
-            rows_of_pairs + 8 * n_pairs,
-        )
-        return frame, n_rows
 
     def _submit(
         self,
         holder: RemoteHolder,
         frame: _FrameBuffer,
-        pairs: PairIndices,
-        pairs_address: int,
+        request_id: int,
+        grouped: IndexBuffer,
+        start: int,
+        n_pairs: int,
         n_rows: int,
         now_ns: int,
     ) -> None:
         call = self._call
-        epoch, term = self._authority
         if call.program_index not in holder.programs:
-            if call.program_index >= dispatch.PROGRAMS_MAX:  # no worker could be told, so none is to blame
-                raise EngineFailed(f"the model needs more than {dispatch.PROGRAMS_MAX} expert programs")
-            program = self._programs[call.program_index].encode()
-            self._request_id += 1
-            request = dispatch.pack_plain(
-                FrameKind.PROGRAM, self._request_id, program, program=call.program_index
-            )
-            holder.submit(
-                Request(
-                    self._request_id,
-                    memoryview(request),
-                    _NO_PAIRS,
-                    0,
-                    now_ns,
-                    holder.deadline_for(0, now_ns),
-                )
-            )
-            holder.programs.add(call.program_index)
-        self._request_id += 1
-        n_pairs = len(pairs)
-        reply_bytes = 4 * n_pairs * call.n_embd_out
+            self._submit_program(holder, call.program_index, now_ns)
+        payload_bytes = dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in)
         if (
             n_pairs > dispatch.PAIRS_MAX
-            or dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in) > dispatch.PAYLOAD_BYTES_MAX
-            or reply_bytes > dispatch.PAYLOAD_BYTES_MAX
+            or payload_bytes > dispatch.PAYLOAD_BYTES_MAX
+            or dispatch.reply_payload_bytes(n_pairs, call.n_embd_out) > dispatch.PAYLOAD_BYTES_MAX
         ):
             raise EngineFailed(
                 f"{n_pairs} rows for one holder are more than a frame takes: use a smaller ubatch"
             )
-        payload_bytes = dispatch.pack_dispatch_into(
-            frame.view,
-            request_id=self._request_id,
-            epoch=epoch,
-            term=term,
-            layer=call.layer,
-            program=call.program_index,
-            n_rows=n_rows,
-            n_pairs=n_pairs,
-            n_embd_in=call.n_embd_in,
-        )
         size_bytes = dispatch.HEADER_BYTES + payload_bytes
         self._bytes_sent += size_bytes
         self._rows_by_holder[holder.node_id] += n_pairs
         holder.submit(
             Request(
-                self._request_id,
+                request_id,
                 frame.view[:size_bytes],
-                pairs,
+                grouped,
+                start,
+                n_pairs,
                 call.n_embd_out,
                 now_ns,
                 holder.deadline_for(n_pairs, now_ns),
-                pairs_address=pairs_address,
             )
         )
 
+    def _submit_program(self, holder: RemoteHolder, index: int, now_ns: int) -> None:
+        """Tell a holder an expert program before the first dispatch that names it."""
+        if index >= dispatch.PROGRAMS_MAX:  # no worker could be told, so none is to blame
+            raise EngineFailed(f"the model needs more than {dispatch.PROGRAMS_MAX} expert programs")
+        request_id = self._authority.next_request_id
+        self._authority.skip(1)
+        frame = dispatch.pack_plain(
+            FrameKind.PROGRAM, request_id, self._programs[index].encode(), program=index
+        )
+        deadline_ns = holder.deadline_for(0, now_ns)
+        holder.submit(Request(request_id, memoryview(frame), NO_PAIRS, 0, 0, 0, now_ns, deadline_ns))
+        holder.programs.add(index)
+
     def _compute_locally(
-        self, holder: LocalHolder, frame: _FrameBuffer, pairs: PairIndices, n_rows: int
+        self,
+        holder: LocalHolder,
+        frame: _FrameBuffer,
+        grouped: IndexBuffer,
+        start: int,
+        n_pairs: int,
+        n_rows: int,
     ) -> None:
         call = self._call
-        rows_of_pairs = frame.address + dispatch.HEADER_BYTES
-        rows = np.empty((len(pairs), call.n_embd_out), dtype=np.float32)
+        payload = frame.address + dispatch.HEADER_BYTES
+        rows = np.empty((n_pairs, call.n_embd_out), dtype=np.float32)
         try:
             program = holder.kernel.add_program(self._programs[call.program_index])
             holder.kernel.compute(
                 layer=call.layer,
                 program_index=program,
                 n_rows=n_rows,
-                n_pairs=len(pairs),
-                x_address=rows_of_pairs + 8 * len(pairs),
-                row_of_pair_address=rows_of_pairs,
-                expert_of_pair_address=rows_of_pairs + 4 * len(pairs),
+                n_pairs=n_pairs,
+                x_address=payload + 8 * n_pairs,
+                row_of_pair_address=payload,
+                expert_of_pair_address=payload + 4 * n_pairs,
                 out_address=rows.ctypes.data,
             )
         except ProtocolError as error:
             raise EngineFailed(f"the backbone's own experts refuse layer {call.layer}: {error}") from error
-        self._rows_by_holder[holder.node_id] += len(pairs)
-        bad = self._scatter(rows.ctypes.data, pairs.ctypes.data, len(pairs))
+        self._rows_by_holder[holder.node_id] += n_pairs
+        bad = self._scatter(rows.ctypes.data, grouped.address + 4 * start, n_pairs)
         if bad >= 0:
-            self._require_finite_input(int(pairs[bad]))
+            self._require_somebodys_fault(int(grouped.values[start + bad]))
             raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
 
     def _scatter(self, rows_address: int, pairs_address: int, n_pairs: int) -> int:
@@ -604,77 +575,90 @@ class Dispatcher:
             raise DecodeAborted
         if self._check is not None:
             self._check()
-        deadline_ns = 0
-        for place in self._places:
-            if place and isinstance(place.holder, RemoteHolder) and place.holder.outstanding:
-                due_ns = place.holder.outstanding[0].deadline_ns
-                if not deadline_ns or due_ns < deadline_ns:
-                    deadline_ns = due_ns
-        assert deadline_ns, "rows are missing and nobody owes them"
+        due, deadline_ns, sending = -1, 0, False
+        for index, place in enumerate(self._places):
+            if place and (remote := place.remote) and remote.outstanding:
+                sending = sending or remote.wants_to_send
+                due_ns = remote.outstanding[0].deadline_ns
+                if due < 0 or due_ns < deadline_ns:
+                    due, deadline_ns = index, due_ns
+        assert due >= 0, "rows are missing and nobody owes them"
+        # Who is due first is expected first. To wait where the reply is read spares the usual layer a poll.
+        if not sending and self._move(due, select.POLLIN):
+            return
         wait_ms = max(0, (deadline_ns - time.monotonic_ns() + 999_999) // 1_000_000)
         for descriptor, events in self._poll.poll(min(wait_ms, _POLL_SLICE_MS)):
-            index = self._index_of_descriptor.get(descriptor)
-            if index is not None:
-                self._move(index, events)
+            ready = self._index_of_descriptor.get(descriptor)
+            if ready is not None:
+                self._move(ready, events)
         if time.monotonic_ns() >= deadline_ns:
             self._lose_late()
 
-    def _move(self, index: int, events: int) -> None:
+    def _move(self, index: int, events: int) -> bool:
+        """Send and receive what can be at once; whether a reply was taken or the holder was lost."""
         place = self._places[index]
         assert place is not None
-        holder = place.holder
-        assert isinstance(holder, RemoteHolder)
+        holder = place.remote
+        assert holder is not None
+        taken = False
         try:
             if events & select.POLLOUT:
                 holder.send_pending()
                 if not holder.wants_to_send:
                     self._poll.modify(holder.fileno(), select.POLLIN)
             # With nothing outstanding one read is due all the same: it is how an end of stream is noticed.
-            while (reply := holder.receive_reply()) is not None:
-                if not self._take(index, holder, *reply) or not holder.outstanding:
-                    return
+            while (request := holder.receive_reply()) is not None:
+                taken = True
+                if not self._take(index, holder, request) or not holder.outstanding:
+                    break
         except OSError as error:
             self._lose(index, "closed", str(error) or type(error).__name__)
+            return True
         except RemoteProtocolError as error:
             self._lose(index, error.code, str(error))
+            return True
+        return taken
 
-    def _take(
-        self, index: int, holder: RemoteHolder, request: Request, header: ReplyHeader, payload: memoryview
-    ) -> bool:
-        """Use one reply. Returns False when it cost the holder its place."""
-        if header.code is not ReplyCode.OK:
-            holder.outstanding.appendleft(request)
-            reason = bytes(payload).decode(errors="replace")
-            self._lose(index, f"refused_{header.code.name.lower()}", reason)
-            return False
-        self._bytes_received += dispatch.HEADER_BYTES + len(payload)
-        n_pairs = len(request.pairs)
+    def _take(self, index: int, holder: RemoteHolder, request: Request) -> bool:
+        """Use the rows that have come. Returns False when they cost the holder its place."""
+        n_pairs = request.n_pairs
+        self._bytes_received += dispatch.HEADER_BYTES + dispatch.reply_payload_bytes(
+            n_pairs, request.n_embd_out
+        )
         if request.abandoned or not n_pairs:
             return True
         holder.rate.learn(time.monotonic_ns() - request.submitted_ns - holder.rtt_ns, n_pairs)
         bad = self._scatter(holder.payload_address, request.pairs_address, n_pairs)
         if bad >= 0:
-            self._require_finite_input(int(request.pairs[bad]))
+            self._require_somebodys_fault(int(request.pairs[bad]))
             holder.outstanding.appendleft(request)
             self._lose(index, "non_finite", f"row {bad} of layer {self._call.layer} is not finite")
             return False
         return True
 
-    def _require_finite_input(self, pair: int) -> None:
-        """Raise `EngineFailed` when a bad row is the trunk's fault: then no holder can do better."""
+    def _require_somebodys_fault(self, pair: int) -> None:
+        """Raise `EngineFailed` when a bad row for this pair is no holder's fault, so that none can do better.
+
+        That is so when the trunk's own activations are not finite, or when somebody else has given a bad row
+        for the same pair already.
+        """
         call = self._call
         row = pair if self._programs[call.program_index].input_per_slot else pair // call.n_slots
         address = call.x_address + 4 * row * call.n_embd_in
         x = np.ctypeslib.as_array((ctypes.c_float * call.n_embd_in).from_address(address))
         if not np.isfinite(x).all():
             raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
+        if pair in self._non_finite:
+            expert = int(_ids_at(call.ids_address, call.n_tokens * call.n_slots)[pair])
+            raise EngineFailed(
+                f"expert {expert} of layer {call.layer} gives non-finite values on more than one node"
+            )
+        self._non_finite.add(pair)
 
     def _lose_late(self) -> None:
         now_ns = time.monotonic_ns()
         for index, place in enumerate(self._places):
-            if place is None or not isinstance(place.holder, RemoteHolder):
-                continue
-            outstanding = place.holder.outstanding
+            outstanding = place.remote.outstanding if place and place.remote else None
             if outstanding and outstanding[0].deadline_ns <= now_ns:
                 self._lose(index, "late", "no reply within its deadline")
 
@@ -689,9 +673,8 @@ class Dispatcher:
         self._holders_lost += 1
         self._on_holder_lost(holder.node_id, code, reason)
         # In the order of the ubatch, as the first time: a kernel's tiles depend on the order of rows.
-        pairs = np.sort(np.concatenate(owed)) if owed else _NO_PAIRS
+        pairs = np.sort(np.concatenate(owed)) if owed else NO_PAIRS.values
         if len(pairs):
-            self._rows_retried += len(pairs)
             self._assign_again(pairs)
 
     def _drop(self, index: int) -> None:
@@ -711,8 +694,7 @@ class Dispatcher:
             if place is not None and isinstance(place.holder, RemoteHolder):
                 for request in place.holder.outstanding:
                     request.abandoned = True
-                    place.frame = None  # it may not have left yet
-                    self._parts.set_room(index, None)
+                    self._parts.forget(index)
                 if place.holder.wants_to_send:  # or its worker would be blamed for not answering
                     self._poll.modify(place.holder.fileno(), select.POLLIN | select.POLLOUT)
 

@@ -1,8 +1,8 @@
 """Holders: the places a dispatch can send rows to, and one connection's half-finished frames.
 
-`RemoteHolder` is the backbone's end of one pinned TLS connection. It blocks for a millisecond at most: the
-dispatcher moves all connections forward together, so that a stopped worker delays nobody else's request. It
-does not know what to do about a failure.
+`RemoteHolder` is the backbone's end of one pinned TLS connection. It blocks for some milliseconds at most:
+the dispatcher moves all connections forward together, so that a stopped worker delays nobody else's request.
+It does not know what to do about a failure.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import ctypes
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.native_library import load
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
 from kvasir_proto.errors import RemoteProtocolError
@@ -25,14 +27,27 @@ from kvasir_proto.ids import NodeId
 PairIndices = npt.NDArray[np.int32]
 """Indices into one layer call's flattened [n_tokens, n_slots] pairs."""
 
+
+class IndexBuffer:
+    """Pair indices and where they lie, which numpy takes a microsecond to tell."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, values: PairIndices) -> None:
+        self.values = values
+        self.address: int = values.ctypes.data
+
+
+NO_PAIRS: Final = IndexBuffer(np.zeros(0, dtype=np.int32))
+
 _SLICE_BYTES: Final = 256 * 1024
 """Bytes handed to one TLS write: large enough to be cheap, small enough to notice other connections."""
 
-_PATIENCE_S: Final = 0.001
-"""Longest wait for the rest of a record whose beginning is here; then other connections get their turn.
+PATIENCE_S: Final = 0.005
+"""Longest wait inside ``ssl`` for bytes of a connection; then others get their turn.
 
-A reply is several records. Waiting inside ``ssl`` for the next one, microseconds behind, is cheaper than an
-exception and another poll.
+A reply in a local network takes no longer, and its records follow each other within microseconds: waiting for
+them where they are read is cheaper than a poll and an exception.
 """
 
 REPLY_FLOOR_NS: Final = 2_000_000_000
@@ -44,6 +59,9 @@ PAIR_NS_MAX: Final = 1_000_000_000
 OPEN_TIMEOUT_S: Final = 10.0
 """Longest time for the whole OPEN exchange."""
 
+_BUFFER_BYTES: Final = 64 * 1024
+"""What a connection's buffer starts with: more than any refusal, and enough for a token's rows."""
+
 _ANSWER_MARGIN: Final = 4
 _FIRST_PAIR_NS: Final = 2_000_000
 """Predicted time a pair before anything was measured."""
@@ -53,20 +71,31 @@ _SMOOTHING: Final = 0.2
 
 @dataclass(slots=True)
 class Request:
-    """One frame to a holder and the reply it waits for. ``pairs`` is empty for a PROGRAM.
+    """One frame to a holder and the reply it waits for: rows for ``n_pairs`` pairs, none for a PROGRAM.
 
-    ``abandoned``: the layer call it belonged to has failed; its reply is read and dropped.
+    The pairs are those from ``start`` on in ``indices``. ``abandoned``: the layer call it belonged to has
+    failed; its reply is read and dropped.
     """
 
     request_id: int
     unsent: memoryview
-    pairs: PairIndices
+    indices: IndexBuffer
+    start: int
+    n_pairs: int
     n_embd_out: int
     submitted_ns: int
     deadline_ns: int
     abandoned: bool = False
-    pairs_address: int = 0
-    """Where the indices in ``pairs`` lie; numpy takes a microsecond to tell."""
+
+    @property
+    def pairs(self) -> PairIndices:
+        """The pairs it asks for."""
+        return self.indices.values[self.start : self.start + self.n_pairs]
+
+    @property
+    def pairs_address(self) -> int:
+        """Where they lie."""
+        return self.indices.address + 4 * self.start
 
 
 @dataclass(slots=True)
@@ -100,21 +129,25 @@ class RemoteHolder:
     outstanding: deque[Request] = field(default_factory=deque)
     _sending: deque[Request] = field(default_factory=deque)
     _received: int = 0
-    _incoming: bytearray = field(default_factory=lambda: bytearray(64 * 1024))
+    _incoming: bytearray = field(default_factory=lambda: bytearray(_BUFFER_BYTES))
     _view: memoryview = field(init=False)
     _incoming_address: int = 0
     _end: int = dispatch.HEADER_BYTES
-    _header: ReplyHeader | None = None
+    _header_seen: bool = False
+    _refusal: ReplyCode | None = None
+    _is_expected_reply: Callable[[int, int, int, int], int] = field(
+        default_factory=lambda: load().is_expected_reply
+    )
 
     def __post_init__(self) -> None:
-        self.connection.settimeout(_PATIENCE_S)
+        self.connection.settimeout(PATIENCE_S)
         self._view = memoryview(self._incoming)
         self._incoming_address = _address_of(self._incoming)
 
     def deadline_for(self, n_pairs: int, now_ns: int) -> int:
         """When a reply for ``n_pairs`` is late: RTT + 4 x predicted time + floor, behind what waits."""
         for request in self.outstanding:
-            n_pairs += len(request.pairs)
+            n_pairs += request.n_pairs
         predicted = int(n_pairs * self.rate.pair_ns)
         return now_ns + self.rtt_ns + _ANSWER_MARGIN * predicted + self.reply_floor_ns
 
@@ -144,11 +177,12 @@ class RemoteHolder:
                 request.unsent = request.unsent[sent:]
             self._sending.popleft()
 
-    def receive_reply(self) -> tuple[Request, ReplyHeader, memoryview] | None:
-        """The next whole reply, or None when more bytes must arrive first.
+    def receive_reply(self) -> Request | None:
+        """The oldest request, now answered with rows, or None when more bytes must arrive first.
 
-        The payload view is valid until the next call. Raises `OSError` when the connection is dead or at its
-        end, `RemoteProtocolError` when the reply is not one that the oldest request can have.
+        The rows lie at `payload_address` until the next call. Raises `OSError` when the connection is dead or
+        at its end; `RemoteProtocolError` when the reply is not one that the oldest request can have, or when
+        it is a refusal (code ``refused_...``): that request then stays outstanding.
         """
         while True:
             # Never past the frame that the oldest request expects: one read usually takes a record whole, and
@@ -164,64 +198,67 @@ class RemoteHolder:
             if count == 0:
                 raise ConnectionResetError("the worker closed the connection")
             self._received += count
-            if self._header is None and self._received >= dispatch.HEADER_BYTES:
-                self._header = self._check_header()
-                self._end = dispatch.HEADER_BYTES + self._header.payload_bytes
-                self._reserve(self._end)
+            if not self._header_seen and self._received >= dispatch.HEADER_BYTES:
+                self._check_header()
 
     def _expect(self) -> None:
         """Prepare for the frame that the oldest request expects, or for a header that nobody expects."""
         self._end = dispatch.HEADER_BYTES
         if self.outstanding:
             request = self.outstanding[0]
-            self._end += 4 * len(request.pairs) * request.n_embd_out
-        self._reserve(self._end)
-
-    def _reserve(self, size_bytes: int) -> None:
-        """Make room by replacing the buffer: views of an earlier reply may still be alive."""
-        if size_bytes > len(self._incoming):
-            grown = bytearray(size_bytes)
-            grown[: self._received] = self._incoming[: self._received]
-            self._incoming = grown
-            self._view = memoryview(grown)
-            self._incoming_address = _address_of(grown)
+            self._end += dispatch.reply_payload_bytes(request.n_pairs, request.n_embd_out)
+            if self._end > len(self._incoming):
+                self._incoming = bytearray(self._end)
+                self._view = memoryview(self._incoming)
+                self._incoming_address = _address_of(self._incoming)
 
     @property
     def payload_address(self) -> int:
-        """Where the payload of the reply taken last lies, as long as its view is valid."""
+        """Where the rows of the reply taken last lie."""
         return self._incoming_address + dispatch.HEADER_BYTES
 
-    def _check_header(self) -> ReplyHeader:
+    def _check_header(self) -> None:
+        """Let through an answer to the oldest request, or a refusal; say what is wrong with anything else."""
+        request = self.outstanding[0] if self.outstanding else None
+        expected_bytes = self._end - dispatch.HEADER_BYTES
+        if (
+            request is not None
+            and not request.unsent
+            and self._is_expected_reply(
+                self._incoming_address, request.request_id, expected_bytes, request.n_pairs
+            )
+        ):
+            self._header_seen = True
+            return
         header = dispatch.parse_header(self._incoming)
         if not isinstance(header, ReplyHeader):
             raise RemoteProtocolError("a worker may only send replies", code="malformed")
-        if not self.outstanding:
+        if request is None:
             raise RemoteProtocolError("a reply to no request", code="unexpected_reply")
-        request = self.outstanding[0]
         if header.request_id != request.request_id:
             raise RemoteProtocolError("a reply to another request", code="unexpected_reply")
-        expected = 4 * len(request.pairs) * request.n_embd_out
-        if header.code is ReplyCode.OK and len(request.unsent):
-            raise RemoteProtocolError("an answer to half a request", code="unexpected_reply")
-        if header.code is ReplyCode.OK and (
-            header.payload_bytes != expected or header.n_pairs != len(request.pairs)
-        ):
+        if header.code is ReplyCode.OK:
+            if request.unsent:
+                raise RemoteProtocolError("an answer to half a request", code="unexpected_reply")
             raise RemoteProtocolError(
-                f"{header.payload_bytes} bytes of rows where {expected} were asked for", code="shape_invalid"
+                f"{header.payload_bytes} bytes for {header.n_pairs} pairs where {expected_bytes} bytes "
+                f"for {request.n_pairs} pairs were asked for",
+                code="shape_invalid",
             )
-        needed = dispatch.HEADER_BYTES + header.payload_bytes
-        if self._received > needed:
+        self._refusal = header.code
+        self._header_seen = True
+        self._end = dispatch.HEADER_BYTES + header.payload_bytes  # never more than the buffer begins with
+        if self._received > self._end:
             raise RemoteProtocolError("bytes after a reply", code="malformed")
-        return header
 
-    def _take_reply(self) -> tuple[Request, ReplyHeader, memoryview]:
-        header = self._header
-        assert header is not None
-        request = self.outstanding.popleft()
-        payload = self._view[dispatch.HEADER_BYTES : self._received]
+    def _take_reply(self) -> Request:
+        refusal, self._refusal = self._refusal, None
         self._received = 0
-        self._header = None
-        return request, header, payload
+        self._header_seen = False
+        if refusal is not None:
+            reason = bytes(self._view[dispatch.HEADER_BYTES : self._end]).decode(errors="replace")
+            raise RemoteProtocolError(reason, code=f"refused_{refusal.name.lower()}")
+        return self.outstanding.popleft()
 
     def close(self) -> None:
         """Close at once; TLS closure alerts are not waited for."""

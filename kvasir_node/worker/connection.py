@@ -36,7 +36,9 @@ FRAME_TIMEOUT_S: Final = 120.0
 BUFFER_BYTES: Final = 64 * 1024
 """What a connection's buffers start with. They grow with what arrives, not with what a header announces."""
 
-_NO_DIGEST: Final = bytes(32)
+_TLS_RECORD_BYTES: Final = 16 * 1024
+"""What TLS puts into one record: a frame sent in these pieces is as few records as it can be."""
+
 _CODE_OF_ERROR: Final = {code.name.lower(): code for code in ReplyCode}
 
 
@@ -219,7 +221,7 @@ class BackboneConnection:
 
     def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
         """Run the kernel on a dispatch whose header is good; send the rows."""
-        payload_bytes = 4 * header.n_pairs * self._width_out
+        payload_bytes = dispatch.reply_payload_bytes(header.n_pairs, self._width_out)
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
         address = self._incoming_address + dispatch.HEADER_BYTES
         with self._kernel_lock:
@@ -253,25 +255,26 @@ class BackboneConnection:
     ) -> None:
         """Send the reply whose rows already lie behind the header's place in the outgoing buffer.
 
-        What needs no digest goes first: the backbone takes longer to wake up than the digest takes.
+        The whole TLS records among it go first: the backbone takes longer to wake up than the digest takes.
         """
         end = dispatch.HEADER_BYTES + payload_bytes
-        rows = memoryview(self._outgoing)
+        rows_end = end - dispatch.DIGEST_BYTES
+        frame = memoryview(self._outgoing)
         dispatch.pack_reply_into(
-            self._outgoing,
+            frame,
             request_id=header.request_id,
             code=ReplyCode.OK,
             payload_bytes=payload_bytes,
             n_pairs=header.n_pairs,
             received_ns=received_ns,
             compute_ns=compute_ns,
-            digest=_NO_DIGEST,
         )
-        self._send(rows[: dispatch.DIGEST_OFFSET])
-        rows[dispatch.DIGEST_OFFSET : dispatch.HEADER_BYTES] = dispatch.reply_digest(
-            memoryview(self._incoming)[:size], rows[dispatch.HEADER_BYTES : end]
+        whole_records = rows_end - rows_end % _TLS_RECORD_BYTES
+        self._send(frame[:whole_records])
+        frame[rows_end:end] = dispatch.reply_digest(
+            memoryview(self._incoming)[:size], frame[dispatch.HEADER_BYTES : rows_end]
         )
-        self._send(rows[dispatch.DIGEST_OFFSET : end])
+        self._send(frame[whole_records:end])
 
     def _acknowledge(self, request_id: int, received_ns: int) -> None:
         """Send the reply to a frame that asks for no rows."""
@@ -284,7 +287,6 @@ class BackboneConnection:
             n_pairs=0,
             received_ns=received_ns,
             compute_ns=0,
-            digest=_NO_DIGEST,
         )
         self._send(memoryview(frame))
 

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define KVASIR_NATIVE_ABI 1
+#define KVASIR_NATIVE_ABI 2
 #define KVASIR_API __attribute__((visibility("default")))
 
 // ---- The library itself -------------------------------------------------------------------------------
@@ -177,37 +177,44 @@ KVASIR_API int32_t kvasir_kernel_compute(kvasir_kernel * kernel, int32_t layer, 
 KVASIR_API void kvasir_kernel_error(kvasir_kernel * kernel, char * error, size_t error_size);
 
 // ---- Dispatch primitives ------------------------------------------------------------------------------
+//
+// A layer's own computation pushes everything else out of the caches, so that what these cost is how much is
+// run between two layers, not how often: a whole call at once, headers included. The frames' layout is
+// kvasir_proto/dispatch.py; the tests hold the two against each other.
 
 #define KVASIR_NOBODY_HOLDS (-1000000)
 
-// Groups pair indices 0..n_pairs-1 by the holder of their expert, each group ascending, groups in the order
-// of holders. `counts_out` has one count a holder. Returns 0; -1 - i when ids[i] (or its holder) is out of
-// range; KVASIR_NOBODY_HOLDS - i when holder_of_expert is -1 for ids[i].
-KVASIR_API int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const int32_t * holder_of_expert,
-                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out,
-                                    int32_t * counts_out);
-
-// Packs what one holder needs: `pairs` (ascending) are indices into ids [n_tokens, n_slots]. Each distinct
-// row of x is copied once to `rows_out` (room for n_pairs rows), in order. Returns how many rows that were.
-KVASIR_API int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_slots, int32_t input_per_slot,
-                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
-                                    int32_t * row_of_pair, int32_t * expert_of_pair, float * rows_out);
-
 // One holder's part of a layer call.
 typedef struct kvasir_holder_part {
-    uint64_t payload;  // in: where its dispatch payload goes (row_of_pair, expert_of_pair, rows)
+    uint64_t frame;    // in: where its DISPATCH frame goes (header, row_of_pair, expert_of_pair, rows)
     uint64_t capacity; // in: bytes there
-    int64_t n_pairs;   // out: how many of the call's pairs are its own
+    int64_t n_pairs;   // out: how many of the pairs are its own
     int64_t n_rows;    // out: how many distinct rows they need
 } kvasir_holder_part;
 
-// kvasir_partition and kvasir_pack_rows for all holders of a call at once: a layer's own computation has
-// pushed everything else out of the caches, so that what counts is how little is run. Returns what
-// kvasir_partition returns; or 1 when some capacity is below 8 * n_pairs + 4 * n_pairs * n_embd_in: then every
-// n_pairs is right, and nothing was packed.
+// What the headers of a call's frames say besides their sizes. Holder i's request is first_request_id + i.
+typedef struct kvasir_dispatch_authority {
+    uint64_t first_request_id;
+    uint32_t epoch;
+    uint32_t term;
+} kvasir_dispatch_authority;
+
+// Writes every holder's DISPATCH frame. `pairs` are the indices into ids [n_tokens, n_slots] to send,
+// ascending; NULL means all of them. Groups them into `pairs_out` (room for n_pairs) by the holder of their
+// expert, each group ascending, groups in the order of holders; each distinct row of x is copied once a holder.
+// Returns 0; -1 - i when the expert of the i-th pair (or its holder) is out of range; KVASIR_NOBODY_HOLDS - i
+// when holder_of_expert is -1 for it; or 1 when some capacity is below the header and
+// 8 * n_pairs + 4 * n_pairs * n_embd_in bytes: then every n_pairs is right, and nothing was written.
 KVASIR_API int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+                                    const kvasir_dispatch_authority * authority,
                                     const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
-                                    int32_t * pairs_out, kvasir_holder_part * parts);
+                                    const int32_t * pairs, int32_t n_pairs, int32_t * pairs_out,
+                                    kvasir_holder_part * parts);
+
+// Whether `header` is that of an OK reply to this request with these sizes: 1 or 0. What else it may be is
+// for a reader that can say so.
+KVASIR_API int32_t kvasir_is_expected_reply(const void * header, uint64_t request_id, uint64_t payload_bytes,
+                                            int32_t n_pairs);
 
 // Copies rows[i] to row pairs[i] of `out`. Returns -1 when every value was finite; otherwise the index i of
 // the first row that has a value that is not, and that row and those after it have not been written.

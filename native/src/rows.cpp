@@ -17,16 +17,52 @@ bool all_finite(const float * row, int32_t n) {
     return bad == 0;
 }
 
-} // namespace
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "frames and ggml's tensors are little-endian"
+#endif
 
-extern "C" int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const int32_t * holder_of_expert,
-                                    int32_t n_expert, int32_t n_holders, int32_t * pairs_out,
-                                    int32_t * counts_out) {
-    for (int32_t holder = 0; holder < n_holders; ++holder) {
-        counts_out[holder] = 0;
-    }
+constexpr uint32_t MAGIC        = 0x3141564b; // "KVA1"
+constexpr uint8_t KIND_DISPATCH = 3;
+constexpr uint8_t KIND_REPLY    = 4;
+
+// The header of a DISPATCH as it travels (kvasir_proto/dispatch.py).
+struct dispatch_header {
+    uint32_t magic;
+    uint8_t kind;
+    uint8_t wire_type;
+    uint16_t code;
+    uint64_t request_id;
+    uint64_t payload_bytes;
+    uint32_t epoch;
+    uint32_t term;
+    uint32_t layer;
+    uint32_t program;
+    uint32_t n_rows;
+    uint32_t n_pairs;
+};
+
+// The header of a REPLY as it travels.
+struct reply_header {
+    uint32_t magic;
+    uint8_t kind;
+    uint8_t wire_type;
+    uint16_t code;
+    uint64_t request_id;
+    uint64_t payload_bytes;
+    uint64_t received_ns;
+    uint64_t compute_ns;
+    uint32_t n_pairs;
+    uint32_t padding;
+};
+
+static_assert(sizeof(dispatch_header) == 48 && sizeof(reply_header) == 48, "the frames' layout is fixed");
+
+// Groups pairs by holder; see kvasir_pack_call for what is returned. `counts` has one count a holder.
+int32_t group_pairs(const int32_t * ids, const int32_t * pairs, int32_t n_pairs, const int32_t * holder_of_expert,
+                    int32_t n_expert, std::vector<int32_t> & counts, int32_t * pairs_out) {
+    const int32_t n_holders = static_cast<int32_t>(counts.size());
     for (int32_t i = 0; i < n_pairs; ++i) {
-        const int32_t id = ids[i];
+        const int32_t id = ids[pairs ? pairs[i] : i];
         if (id < 0 || id >= n_expert) {
             return -1 - i;
         }
@@ -37,77 +73,103 @@ extern "C" int32_t kvasir_partition(const int32_t * ids, int32_t n_pairs, const 
         if (holder < 0 || holder >= n_holders) {
             return -1 - i;
         }
-        ++counts_out[holder];
+        ++counts[static_cast<size_t>(holder)];
     }
-    // Place each group: turn counts into ends, fill from the back so that groups stay ascending.
-    int32_t end = 0;
-    for (int32_t holder = 0; holder < n_holders; ++holder) {
-        end += counts_out[holder];
-        counts_out[holder] = end;
+    std::vector<int32_t> next(counts.size());
+    int32_t start = 0;
+    for (size_t holder = 0; holder < counts.size(); ++holder) {
+        next[holder] = start;
+        start += counts[holder];
     }
-    for (int32_t i = n_pairs - 1; i >= 0; --i) {
-        pairs_out[--counts_out[holder_of_expert[ids[i]]]] = i;
-    }
-    // counts_out now holds each group's start; the next start (or the total) minus it is the count.
-    for (int32_t holder = 0; holder < n_holders; ++holder) {
-        const int32_t next = holder + 1 < n_holders ? counts_out[holder + 1] : n_pairs;
-        counts_out[holder] = next - counts_out[holder];
+    for (int32_t i = 0; i < n_pairs; ++i) {
+        const int32_t pair = pairs ? pairs[i] : i;
+        pairs_out[next[static_cast<size_t>(holder_of_expert[ids[pair]])]++] = pair;
     }
     return 0;
 }
 
-extern "C" int32_t kvasir_pack_rows(const float * x, int32_t n_embd, int32_t n_slots, int32_t input_per_slot,
-                                    const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
-                                    int32_t * row_of_pair, int32_t * expert_of_pair, float * rows_out) {
-    int32_t n_rows = 0;
-    int32_t last   = -1;
+// Lays out one holder's payload; returns how many distinct rows it has.
+int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, const int32_t * pairs, int32_t n_pairs,
+                     int32_t * payload) {
+    int32_t * row_of_pair    = payload;
+    int32_t * expert_of_pair = payload + n_pairs;
+    const size_t width       = static_cast<size_t>(call->n_embd_in);
+    float * rows             = reinterpret_cast<float *>(payload + 2 * static_cast<size_t>(n_pairs));
+    int32_t n_rows           = 0;
+    int32_t last             = -1;
     for (int32_t i = 0; i < n_pairs; ++i) {
         const int32_t pair   = pairs[i];
-        const int32_t source = input_per_slot ? pair : pair / n_slots;
+        const int32_t source = input_per_slot ? pair : pair / call->n_slots;
         if (source != last) {
-            std::memcpy(rows_out + static_cast<size_t>(n_rows) * n_embd,
-                        x + static_cast<size_t>(source) * n_embd,
-                        static_cast<size_t>(n_embd) * sizeof(float));
+            std::memcpy(rows + static_cast<size_t>(n_rows) * width, call->x + static_cast<size_t>(source) * width,
+                        width * sizeof(float));
             last = source;
             ++n_rows;
         }
         row_of_pair[i]    = n_rows - 1;
-        expert_of_pair[i] = ids[pair];
+        expert_of_pair[i] = call->ids[pair];
     }
     return n_rows;
 }
 
+} // namespace
+
 extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+                                    const kvasir_dispatch_authority * authority,
                                     const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
-                                    int32_t * pairs_out, kvasir_holder_part * parts) {
+                                    const int32_t * pairs, int32_t n_pairs, int32_t * pairs_out,
+                                    kvasir_holder_part * parts) {
     std::vector<int32_t> counts(static_cast<size_t>(n_holders));
-    const int32_t status = kvasir_partition(call->ids, call->n_tokens * call->n_slots, holder_of_expert, n_expert,
-                                            n_holders, pairs_out, counts.data());
+    const int32_t status = group_pairs(call->ids, pairs, n_pairs, holder_of_expert, n_expert, counts, pairs_out);
     if (status != 0) {
         return status;
     }
-    bool roomy = true;
+    const uint64_t pair_bytes = 8 + 4 * static_cast<uint64_t>(call->n_embd_in);
+    bool roomy                = true;
     for (int32_t i = 0; i < n_holders; ++i) {
-        const uint64_t n_pairs = static_cast<uint64_t>(counts[i]);
-        parts[i].n_pairs       = counts[i];
-        parts[i].n_rows        = 0;
-        roomy = roomy && n_pairs * (8 + 4 * static_cast<uint64_t>(call->n_embd_in)) <= parts[i].capacity;
+        const uint64_t count = static_cast<uint64_t>(counts[static_cast<size_t>(i)]);
+        parts[i].n_pairs     = static_cast<int64_t>(count);
+        parts[i].n_rows      = 0;
+        roomy = roomy && (count == 0 || sizeof(dispatch_header) + count * pair_bytes <= parts[i].capacity);
     }
     if (!roomy) {
         return 1;
     }
-    const int32_t * pairs = pairs_out;
+    const int32_t * group = pairs_out;
     for (int32_t i = 0; i < n_holders; ++i) {
-        const int32_t n_pairs = counts[i];
-        if (n_pairs > 0) {
-            int32_t * row_of_pair = reinterpret_cast<int32_t *>(parts[i].payload);
-            parts[i].n_rows =
-                kvasir_pack_rows(call->x, call->n_embd_in, call->n_slots, input_per_slot, call->ids, pairs, n_pairs,
-                                 row_of_pair, row_of_pair + n_pairs, reinterpret_cast<float *>(row_of_pair + 2 * n_pairs));
-            pairs += n_pairs;
+        const int32_t count = counts[static_cast<size_t>(i)];
+        if (count == 0) {
+            continue;
         }
+        uint8_t * frame   = reinterpret_cast<uint8_t *>(parts[i].frame);
+        int32_t * payload = reinterpret_cast<int32_t *>(frame + sizeof(dispatch_header));
+        const int32_t n_rows = pack_payload(call, input_per_slot != 0, group, count, payload);
+        group += count;
+        parts[i].n_rows      = n_rows;
+        dispatch_header header = {};
+        header.magic         = MAGIC;
+        header.kind          = KIND_DISPATCH;
+        header.request_id    = authority->first_request_id + static_cast<uint64_t>(i);
+        header.payload_bytes = 8 * static_cast<uint64_t>(count) +
+                               4 * static_cast<uint64_t>(n_rows) * static_cast<uint64_t>(call->n_embd_in);
+        header.epoch         = authority->epoch;
+        header.term          = authority->term;
+        header.layer         = static_cast<uint32_t>(call->layer);
+        header.program       = static_cast<uint32_t>(call->program_index);
+        header.n_rows        = static_cast<uint32_t>(n_rows);
+        header.n_pairs       = static_cast<uint32_t>(count);
+        std::memcpy(frame, &header, sizeof header);
     }
     return 0;
+}
+
+extern "C" int32_t kvasir_is_expected_reply(const void * data, uint64_t request_id, uint64_t payload_bytes,
+                                            int32_t n_pairs) {
+    reply_header header;
+    std::memcpy(&header, data, sizeof header);
+    return header.magic == MAGIC && header.kind == KIND_REPLY && header.wire_type == 0 && header.code == 0 &&
+           header.request_id == request_id && header.payload_bytes == payload_bytes &&
+           header.n_pairs == static_cast<uint32_t>(n_pairs);
 }
 
 extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,

@@ -15,6 +15,7 @@ from kvasir_node.backbone.hook import ExpertHook, LayerCall
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.native_library import load
+from kvasir_proto import dispatch
 from kvasir_proto.manifest import ModelManifest, ShardSet
 
 Rows = npt.NDArray[np.float32]
@@ -176,43 +177,45 @@ class InProcessWorkers:
         n_pairs = call.n_tokens * call.n_slots
         self.widest = max(self.widest, n_pairs)
         pairs = np.empty(n_pairs, np.int32)
-        counts = np.empty(len(self.kernels), np.int32)
-        table = self.holder_of[call.layer]
-        status = self.native.partition(
-            call.ids_address,
-            n_pairs,
-            table.ctypes.data,
+        frame_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(
+            n_pairs, n_pairs, call.n_embd_in
+        )
+        frames = np.empty((len(self.kernels), frame_bytes), np.uint8)
+        parts = np.zeros((len(self.kernels), 4), np.int64)  # kvasir_holder_part
+        parts[:, 0] = [frame.ctypes.data for frame in frames]
+        parts[:, 1] = frame_bytes
+        authority = np.zeros(2, np.uint64)
+        status = self.native.pack_call(
+            ctypes.addressof(call),
+            program.input_per_slot,
+            authority.ctypes.data,
+            self.holder_of[call.layer].ctypes.data,
             self.n_expert,
             len(self.kernels),
+            None,
+            n_pairs,
             pairs.ctypes.data,
-            counts.ctypes.data,
+            parts.ctypes.data,
         )
         assert status == 0
         start = 0
-        for kernel, count in zip(self.kernels, counts.tolist(), strict=True):
+        for kernel, (frame, _, count, n_rows) in zip(self.kernels, parts.tolist(), strict=True):
             if count:
-                self._compute(call, kernel, pairs[start : start + count])
+                payload = frame + dispatch.HEADER_BYTES
+                self._compute(call, kernel, payload, pairs[start : start + count], n_rows)
             start += count
 
-    def _compute(self, call: LayerCall, kernel: GgmlCpuKernel, mine: npt.NDArray[np.int32]) -> None:
+    def _compute(
+        self,
+        call: LayerCall,
+        kernel: GgmlCpuKernel,
+        payload_address: int,
+        mine: npt.NDArray[np.int32],
+        n_rows: int,
+    ) -> None:
         assert self.hook is not None
-        program = self.hook.programs[call.program_index]
-        number = kernel.add_program(program)
+        number = kernel.add_program(self.hook.programs[call.program_index])
         n_pairs = len(mine)
-        rows = np.empty((n_pairs, call.n_embd_in), np.float32)
-        row_of, expert_of = np.empty(n_pairs, np.int32), np.empty(n_pairs, np.int32)
-        n_rows = self.native.pack_rows(
-            call.x_address,
-            call.n_embd_in,
-            call.n_slots,
-            program.input_per_slot,
-            call.ids_address,
-            mine.ctypes.data,
-            n_pairs,
-            row_of.ctypes.data,
-            expert_of.ctypes.data,
-            rows.ctypes.data,
-        )
         assert kernel.row_widths(call.layer, number) == (call.n_embd_in, call.n_embd_out)
         out = np.empty((n_pairs, call.n_embd_out), np.float32)
         kernel.compute(
@@ -220,9 +223,9 @@ class InProcessWorkers:
             number,
             n_rows,
             n_pairs,
-            rows.ctypes.data,
-            row_of.ctypes.data,
-            expert_of.ctypes.data,
+            payload_address + 8 * n_pairs,
+            payload_address,
+            payload_address + 4 * n_pairs,
             out.ctypes.data,
         )
         bad = self.native.scatter_rows(

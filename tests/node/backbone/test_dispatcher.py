@@ -6,6 +6,7 @@ are real TLS over socket pairs; the deadlines of workers that are meant to be la
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
-from kvasir_node.backbone.holder import RemoteHolder
+from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder
 from kvasir_node.backbone.hook import DecodeAborted
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
@@ -204,8 +205,17 @@ def test_a_worker_found_dead_at_sending_is_replaced(swarm: Swarm) -> None:
 
 def test_a_worker_that_died_while_nothing_was_asked_costs_nothing(swarm: Swarm) -> None:
     idle = swarm.add(EVERYTHING, NOTHING, closes_at_once=True)
-    swarm.add(EVERYTHING, EVERYTHING, default=Deed.TRICKLE)
-    swarm.run()
+    busy = swarm.add(EVERYTHING, EVERYTHING, default=Deed.HOLD)
+    checks = 0
+
+    def release_after_a_wait() -> None:
+        nonlocal checks
+        checks += 1
+        if checks > 2:  # the first reply is that to the program
+            busy.release.set()
+
+    with swarm.dispatcher.watched_by(release_after_a_wait):
+        swarm.run()
     assert [node for node, _, _ in swarm.lost] == [idle.node_id]
     assert swarm.dispatcher.statistics().rows_retried == 0
 
@@ -395,31 +405,45 @@ def test_settling_reads_what_a_failed_call_left_behind(swarm: Swarm) -> None:
 
 
 def test_settling_gives_up_who_is_late(swarm: Swarm) -> None:
-    swarm.add(LOW, LOW, closes_at_once=True)
     silent = swarm.add(HIGH, HIGH, default=Deed.SILENCE)
+    swarm.add(LOW, LOW, closes_at_once=True)
     with pytest.raises(NoHolderLeft):
         swarm.dispatcher(ToyCall(IDS))
     swarm.dispatcher.settle()
     assert [(node, code) for node, code, _ in swarm.lost][1:] == [(silent.node_id, "late")]
 
 
-def test_requests_not_yet_sent_when_a_call_fails_are_sent_all_the_same(swarm: Swarm) -> None:
+@pytest.fixture
+def wide_swarm() -> Iterator[Swarm]:
+    """One whose requests are larger than a socket's buffers."""
+    swarm = Swarm(width=1 << 18)
+    yield swarm
+    swarm.close()
+
+
+def test_requests_half_sent_when_a_call_fails_are_sent_all_the_same(wide_swarm: Swarm) -> None:
     """Otherwise their workers would be late with answers to what they never got."""
-    swarm.add(LOW, LOW, closes_at_once=True)
-    good = swarm.add(HIGH, HIGH, floor_ns=1_000_000_000)
+    good = wide_swarm.add(HIGH, HIGH, reads_when_released=True)
+    wide_swarm.add(LOW, LOW, closes_at_once=True)
     with pytest.raises(NoHolderLeft):
-        swarm.dispatcher(ToyCall(IDS))  # found dead before anything went to the other
-    swarm.dispatcher.settle()
+        wide_swarm.dispatcher(ToyCall(IDS, width=wide_swarm.width))
+    assert not good.dispatches
+    good.release.set()
+    wide_swarm.dispatcher.settle()
     assert len(good.dispatches) == 1
-    assert len(swarm.lost) == 1
+    assert len(wide_swarm.lost) == 1
 
 
-def test_waiting_does_not_spin(swarm: Swarm) -> None:
+def test_waiting_does_not_spin(wide_swarm: Swarm) -> None:
     """A connection that was once waited for to take bytes is not waited for in that way for ever."""
+    swarm = wide_swarm
+    silent = swarm.add(HIGH, HIGH, script={1: Deed.SILENCE}, reads_when_released=True, floor_ns=1_000_000_000)
     swarm.add(LOW, LOW, closes_at_once=True)
-    swarm.add(HIGH, HIGH, script={1: Deed.SILENCE})
     with pytest.raises(NoHolderLeft):
-        swarm.dispatcher(ToyCall(IDS))  # leaves a request unsent
+        swarm.dispatcher(ToyCall(IDS, width=swarm.width))  # leaves a request half sent
+    silent.release.set()
+    swarm.dispatcher.settle()
+    silent.release.clear()
     polls = 0
     poll = swarm.dispatcher._poll
 
@@ -434,7 +458,7 @@ def test_waiting_does_not_spin(swarm: Swarm) -> None:
 
     swarm.dispatcher._poll = CountingPoll()  # type: ignore[assignment]
     with pytest.raises(NoHolderLeft):
-        swarm.dispatcher(ToyCall([[3, 4]]))
+        swarm.dispatcher(ToyCall([[3, 4]], width=swarm.width))
     assert swarm.codes == ["closed", "late"]
     assert polls < 20
 
@@ -535,6 +559,27 @@ def test_a_superseded_holder_is_closed_at_once(swarm: Swarm) -> None:
     assert first.backbone_end.fileno() == -1
 
 
+def test_a_row_that_is_not_finite_on_two_nodes_is_nobodys_fault(swarm: Swarm) -> None:
+    """An expert that overflows would otherwise cost every holder that it has, one after another."""
+    swarm.add(EVERYTHING)
+    swarm.add(EVERYTHING, default=Deed.NAN)
+    swarm.add(EVERYTHING, EVERYTHING, default=Deed.NAN)
+    with pytest.raises(EngineFailed, match=r"expert 0 of layer 1 .* on more than one node"):
+        swarm.dispatcher(ToyCall(IDS))
+    assert swarm.codes == ["non_finite"]
+
+
+def test_rows_whose_holder_is_lost_before_they_are_sent_go_to_somebody_else(swarm: Swarm) -> None:
+    """Sending to the first fails, and so does sending its rows to the second, whose own have yet to go."""
+    swarm.add(EVERYTHING)
+    broken = [swarm.add(EVERYTHING, part) for part in (LOW, HIGH)]
+    for worker in broken:
+        socket.socket.shutdown(worker.backbone_end, socket.SHUT_WR)
+    swarm.run()
+    assert {node for node, _, _ in swarm.lost} == {worker.node_id for worker in broken}
+    assert swarm.dispatcher.statistics().rows_retried == 12
+
+
 def test_without_any_holder_a_call_fails_as_no_holder_left(swarm: Swarm) -> None:
     with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1, 2, 3, 4, 5$"):
         swarm.dispatcher(ToyCall(IDS))
@@ -542,10 +587,9 @@ def test_without_any_holder_a_call_fails_as_no_holder_left(swarm: Swarm) -> None
 
 def test_the_error_names_at_most_eight_experts_and_counts_the_rest() -> None:
     swarm = Swarm()
-    table = np.full(20, -1, np.int32)
-    ids = np.arange(20, dtype=np.int32)
-    swarm.dispatcher._call = ToyCall([[0, 1]])
-    error = swarm.dispatcher._unassignable(ids.ctypes.data, 20, table)
+    table = IndexBuffer(np.full(20, -1, np.int32))
+    swarm.dispatcher._call = ToyCall([list(range(20))])
+    error = swarm.dispatcher._unassignable(None, 20, table)
     assert str(error) == "no holder is left for layer 1, experts 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
 
 

@@ -119,12 +119,14 @@ class Served:
 
 
 def replies_in(data: bytes | bytearray) -> list[tuple[ReplyHeader, bytes]]:
+    """Headers and what they carry: rows without their digest, or a refusal's sentence."""
     found = []
     while data:
         header = dispatch.parse_header(data)
         assert isinstance(header, ReplyHeader)
         end = dispatch.HEADER_BYTES + header.payload_bytes
-        found.append((header, bytes(data[dispatch.HEADER_BYTES : end])))
+        digest_bytes = dispatch.DIGEST_BYTES if header.n_pairs else 0
+        found.append((header, bytes(data[dispatch.HEADER_BYTES : end - digest_bytes])))
         data = data[end:]
     return found
 
@@ -182,7 +184,7 @@ def test_rows_come_back_with_times_and_digest() -> None:
     header, rows = served.replies[-1]
     assert rows == GOOD_ROWS
     assert (header.request_id, header.n_pairs) == (99, 3)
-    assert header.digest == dispatch.reply_digest(GOOD, GOOD_ROWS)
+    assert served.socket.sent.endswith(GOOD_ROWS + dispatch.reply_digest(GOOD, GOOD_ROWS))
     assert 0 < header.received_ns <= time.monotonic_ns()
     assert served.reason == "closed by the backbone"
     assert (served.counters.requests, served.counters.rows, served.counters.refusals) == (1, 3, 0)
@@ -460,7 +462,7 @@ def test_a_program_and_its_dispatch_in_one_record_are_both_answered() -> None:
     thread.start()
     client.sendall(open_frame() + program_frame() + GOOD + GOOD)
     received = b""
-    while len(received) < 4 * dispatch.HEADER_BYTES + 2 * len(GOOD_ROWS):
+    while len(received) < 4 * dispatch.HEADER_BYTES + 2 * (len(GOOD_ROWS) + dispatch.DIGEST_BYTES):
         received += client.recv(65536)
     assert [header.code for header, _ in replies_in(received)] == [ReplyCode.OK] * 4
     client.close()

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvasir_node.backbone.holder import RemoteHolder, Request, open_remote_holder
+from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder, Request, open_remote_holder
 from kvasir_node.engine.channel import ControlChannel
 from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.engine.tls import connect_pinned, pinned_context
@@ -186,15 +186,18 @@ def ask(holder: RemoteHolder, experts: list[int], layer: int = 0, term: int = 1)
     payload = struct.pack(f"<{2 * n_pairs}i", *[0] * n_pairs, *experts) + np.ones(32, np.float32).tobytes()
     frames = {7: dispatch.pack_plain(FrameKind.PROGRAM, 7, SWIGLU.encode()), 8: bytes(frame) + payload}
     for number, data in frames.items():
-        pairs = np.arange(n_pairs if number == 8 else 0, dtype=np.int32)
-        holder.submit(Request(number, memoryview(data), pairs, 32, 0, 1 << 62))
+        n_asked = n_pairs if number == 8 else 0
+        indices = IndexBuffer(np.arange(n_asked, dtype=np.int32))
+        holder.submit(Request(number, memoryview(data), indices, 0, n_asked, 32, 0, 1 << 62))
     holder.send_pending()
     code = ReplyCode.OK
     deadline = time.monotonic() + 20.0
     while holder.outstanding:
-        reply = holder.receive_reply()
-        if reply is not None:
-            code = reply[1].code
+        try:
+            holder.receive_reply()
+        except RemoteProtocolError as error:
+            code = ReplyCode[error.code.removeprefix("refused_").upper()]
+            holder.outstanding.popleft()
         assert time.monotonic() < deadline
     return code
 

@@ -1,0 +1,205 @@
+"""The native dispatch primitives: who gets which rows, the frames they travel in, and where answers go."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvasir_node.backbone.hook import LayerCall
+from kvasir_node.native_library import load
+from kvasir_proto import dispatch
+from kvasir_proto.dispatch import HEADER_BYTES, ReplyCode
+
+GUARD = np.float32(-77.0)
+FIRST_REQUEST_ID, EPOCH, TERM, LAYER, PROGRAM = 2**40 + 5, 3, 2**32 - 1, 7, 2
+
+
+@dataclass
+class Packed:
+    """What a packing gave: status, grouped pairs, and each holder's (n_pairs, n_rows, frame)."""
+
+    status: int
+    pairs: list[int]
+    parts: list[tuple[int, int, bytes]]
+
+
+def pack(
+    ids: Sequence[int],
+    holders: Sequence[int],
+    n_holder: int,
+    *,
+    n_slot: int = 1,
+    width: int = 2,
+    per_slot: bool = False,
+    chosen: Sequence[int] | None = None,
+    room: int | None = None,
+) -> Packed:
+    """Pack a call whose row r is r, r, ...; ``room`` bytes for each holder, enough for everything if None."""
+    n_pairs = len(ids) if chosen is None else len(chosen)
+    room = HEADER_BYTES + n_pairs * (8 + 4 * width) if room is None else room
+    id_array, table = np.array(ids, np.int32), np.array(holders, np.int32)
+    n_row = len(ids) if per_slot else len(ids) // n_slot
+    x = np.repeat(np.arange(n_row, dtype=np.float32), width)
+    call = LayerCall(
+        *(LAYER, PROGRAM, len(ids) // n_slot, n_slot, width, width, n_row, 0),
+        *(x.ctypes.data, id_array.ctypes.data, 0),
+    )
+    grouped = np.full(n_pairs + 2, -9, np.int32)
+    frames = np.full((n_holder, room + 1), 0xEE, np.uint8)
+    parts = np.zeros((n_holder, 4), np.int64)
+    parts[:, 0] = [frame.ctypes.data for frame in frames]
+    parts[:, 1] = room
+    subset = None if chosen is None else np.array(chosen, np.int32)
+    authority = np.array([FIRST_REQUEST_ID, EPOCH | TERM << 32], np.uint64)
+    status = load().pack_call(
+        ctypes.addressof(call),
+        per_slot,
+        authority.ctypes.data,
+        table.ctypes.data,
+        len(holders),
+        n_holder,
+        None if subset is None else subset.ctypes.data,
+        n_pairs,
+        grouped[1:].ctypes.data,
+        parts.ctypes.data,
+    )
+    assert grouped[0] == grouped[-1] == -9
+    assert (frames[:, -1] == 0xEE).all()
+    return Packed(
+        status,
+        grouped[1:-1].tolist(),
+        [
+            (int(part[2]), int(part[3]), frame[:-1].tobytes())
+            for part, frame in zip(parts, frames, strict=True)
+        ],
+    )
+
+
+@given(st.data())
+def test_every_pair_reaches_the_holder_of_its_expert_in_a_frame_of_the_protocol(data: st.DataObject) -> None:
+    n_holder = data.draw(st.integers(1, 4))
+    holders = data.draw(st.lists(st.integers(0, n_holder - 1), min_size=1, max_size=6))
+    n_token, n_slot, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3)), 3
+    expert = st.integers(0, len(holders) - 1)
+    ids = data.draw(st.lists(expert, min_size=n_token * n_slot, max_size=n_token * n_slot))
+    per_slot = data.draw(st.booleans())
+    some = data.draw(st.one_of(st.none(), st.sets(st.integers(0, len(ids) - 1), min_size=1)))
+    chosen = None if some is None else sorted(some)
+    packed = pack(ids, holders, n_holder, n_slot=n_slot, width=width, per_slot=per_slot, chosen=chosen)
+    assert packed.status == 0
+    everything = chosen or range(len(ids))
+    groups = [[pair for pair in everything if holders[ids[pair]] == holder] for holder in range(n_holder)]
+    assert packed.pairs == [pair for group in groups for pair in group]
+    for holder, (group, (n_pairs, n_rows, frame)) in enumerate(zip(groups, packed.parts, strict=True)):
+        assert n_pairs == len(group)
+        if not group:
+            assert set(frame) == {0xEE}, "who gets nothing is not written to"
+            continue
+        sources = [pair if per_slot else pair // n_slot for pair in group]
+        assert n_rows == len(set(sources)), "each row travels once"
+        expected = bytearray(HEADER_BYTES)
+        payload_bytes = dispatch.pack_dispatch_into(
+            expected,
+            request_id=FIRST_REQUEST_ID + holder,
+            epoch=EPOCH,
+            term=TERM,
+            layer=LAYER,
+            program=PROGRAM,
+            n_rows=n_rows,
+            n_pairs=n_pairs,
+            n_embd_in=width,
+        )
+        assert frame[:HEADER_BYTES] == bytes(expected)
+        payload = frame[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+        row_of = np.frombuffer(payload, np.int32, n_pairs)
+        assert np.frombuffer(payload, np.int32, n_pairs, 4 * n_pairs).tolist() == [ids[p] for p in group]
+        rows = np.frombuffer(payload, np.float32, n_rows * width, 8 * n_pairs).reshape(n_rows, width)
+        assert (rows[row_of] == np.array(sources, np.float32)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    "ids, holders, status",
+    [
+        ([0, 1, 5], [0, 1], -3),
+        ([-1], [0], -1),
+        ([0, 0, 1], [0, -1], -1000002),
+        ([0, 1], [0, 2], -2),
+        ([0, 1], [0, -2], -2),
+    ],
+)
+def test_the_first_pair_that_nobody_can_get_is_named(ids: list[int], holders: list[int], status: int) -> None:
+    packed = pack(ids, holders, 2)
+    assert packed.status == status
+    assert all(set(frame) == {0xEE} for _, _, frame in packed.parts)
+
+
+@pytest.mark.parametrize("room", [0, HEADER_BYTES, HEADER_BYTES + 2 * (8 + 8) - 1])
+def test_without_room_it_says_how_much_is_needed_and_writes_nothing(room: int) -> None:
+    packed = pack([0, 1, 0], [0, 1], 2, room=room)
+    assert packed.status == 1
+    assert [part[:2] for part in packed.parts] == [(2, 0), (1, 0)]
+    assert all(set(frame) <= {0xEE} for _, _, frame in packed.parts)
+
+
+def test_a_holder_without_pairs_needs_no_room() -> None:
+    packed = pack([1, 1], [0, 1], 2)
+    assert (packed.status, packed.parts[0][0]) == (0, 0)
+
+
+# ---- Replies ----
+
+
+def reply_header(code: ReplyCode = ReplyCode.OK, **changes: int) -> bytes:
+    fields = {"request_id": 9, "payload_bytes": 92, "n_pairs": 3, "received_ns": 2**63, "compute_ns": 5}
+    fields |= changes
+    frame = bytearray(HEADER_BYTES)
+    dispatch.pack_reply_into(frame, code=code, **fields)
+    return bytes(frame)
+
+
+def is_expected(header: bytes) -> bool:
+    return bool(load().is_expected_reply(np.frombuffer(header, np.uint8).ctypes.data, 9, 92, 3))
+
+
+def test_the_expected_reply_is_recognised_whatever_its_times_are() -> None:
+    assert is_expected(reply_header())
+    assert is_expected(reply_header(received_ns=0, compute_ns=2**64 - 1))
+
+
+@given(offset=st.integers(0, HEADER_BYTES - 1), value=st.integers(0, 255))
+def test_any_other_byte_that_means_something_makes_it_another_reply(offset: int, value: int) -> None:
+    header = bytearray(reply_header())
+    is_time_or_padding = 24 <= offset < 40 or offset >= 44
+    same = header[offset] == value
+    header[offset] = value
+    assert is_expected(bytes(header)) == (same or is_time_or_padding)
+
+
+# ---- Rows ----
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_scatter_stops_at_the_first_row_that_is_not_finite(bad: float) -> None:
+    rows = np.arange(33, dtype=np.float32).reshape(3, 11)
+    rows[0, :3] = (3.4028235e38, 1e-40, -0.0)
+    pairs = np.array([4, 0, 2], np.int32)
+    out: npt.NDArray[np.float32] = np.full((6, 11), GUARD)
+
+    def scatter() -> int:
+        return load().scatter_rows(rows.ctypes.data, pairs.ctypes.data, 3, 11, out.ctypes.data)
+
+    assert scatter() == -1
+    assert (out[[4, 0, 2]] == rows).all()
+    assert (out[[1, 3, 5]] == GUARD).all()
+    out[:] = GUARD
+    rows[1, 10] = bad
+    assert scatter() == 1
+    assert (out[4] == rows[0]).all()
+    assert (out[[0, 1, 2, 3, 5]] == GUARD).all()
