@@ -54,6 +54,11 @@ _log: list[str] = []
 _callbacks: list[object] = []
 
 
+def last_words() -> str:
+    """What llama.cpp complained of since `silence`."""
+    return "".join(_log)
+
+
 def silence() -> None:
     """Keep llama.cpp's last lines for an error's text, instead of the terminal."""
     import llama_cpp

@@ -39,7 +39,7 @@ class TrunkSettings:
 
 
 class DecodeFailed(EngineFailed):
-    """llama_decode returned an error and the hook had none to blame; positions are as before the call."""
+    """llama_decode returned an error and the hook had none to blame; `Trunk.position` says what is left."""
 
 
 class Trunk:
@@ -73,6 +73,13 @@ class Trunk:
         if not self._context:
             llama_cpp.llama_model_free(self._model)
             raise ModelUnusable(f"llama.cpp could not make a context of {settings.n_ctx} tokens")
+        if not llama_cpp.llama_get_memory(self._context):
+            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_model_free(self._model)
+            raise ModelUnusable(f"{path.name} remembers no sequence: it does not write text token by token")
+        self._has_states = bool(
+            llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
+        )
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocabulary))
         self.n_layer = int(llama_cpp.llama_model_n_layer(self._model))
         self.n_ctx = int(llama_cpp.llama_n_ctx(self._context))
@@ -94,8 +101,10 @@ class Trunk:
         """Append ``tokens`` to the sequence in one llama_decode.
 
         Logits are kept for the last token, for all with ``all_logits``, for none with ``no_logits``. Raises
-        what the hook's callback raised, or `DecodeFailed`; then the ubatch that failed has left no trace in
-        the KV cache, `position` says where the sequence stands, and the tokens from there may be sent again.
+        what the hook's callback raised, or `DecodeFailed`; then the ubatch that failed has left no trace,
+        `position` says where the sequence stands, and the tokens from there may be sent again. A model with
+        recurrent states cannot go back: there the whole sequence is forgotten and `position` is 0, so what
+        can be retried has to be retried before llama_decode returns.
         """
         if not tokens:
             raise DecodeFailed("there is no token to decode")
@@ -117,12 +126,24 @@ class Trunk:
         if status == 0:
             self._position += len(tokens)
             return
-        memory = llama_cpp.llama_get_memory(self._context)
-        self._position = int(llama_cpp.llama_memory_seq_pos_max(memory, 0)) + 1
+        self._recover()
         failure = self._hook.take_failure() if self._hook is not None else None
         if failure is not None:
             raise failure
         raise DecodeFailed(f"llama_decode failed with status {status}")
+
+    def _recover(self) -> None:
+        """After a failed decode: find where the sequence stands, or forget it when nobody can say.
+
+        llama.cpp removes the failed ubatch's positions, and does not tell when the model's memory refuses:
+        its states are then half those of before and half those of after.
+        """
+        memory = llama_cpp.llama_get_memory(self._context)
+        end = int(llama_cpp.llama_memory_seq_pos_max(memory, 0)) + 1
+        if self._has_states and end != self._position:
+            self.clear()
+        else:
+            self._position = end
 
     def logits(self, index: int = -1) -> npt.NDArray[np.float32]:
         """Logits of the batch's output ``index``, shape [n_vocab]; a view valid until the next decode."""

@@ -33,9 +33,17 @@ class Llama:
         n_ubatch: int = 64,
         n_seq: int = 1,
         f32_cache: bool = True,
+        flash_attention: bool = False,
+        embeddings: bool = False,
+        prediction_head: bool = False,
         watched_node: bytes = b"",
     ) -> None:
-        """`watched_node`: ask llama.cpp to stop after the graph node of this name, as a debugger would."""
+        """One context of the model at `path`.
+
+        `embeddings`: rows are the last hidden states, not logits. `prediction_head`: run the layers that
+        predict further tokens instead of the trunk. `watched_node`: ask llama.cpp to stop after the graph
+        node of this name, as a debugger would.
+        """
         import llama_cpp
 
         self._llama = llama_cpp
@@ -44,6 +52,7 @@ class Llama:
         model_params.n_gpu_layers = 0
         model_params.use_extra_bufts = False
         model_params.load_mode = 0
+        model_params.load_mtp = prediction_head
         if hook is not None:
             hook.attach(model_params)
         self._context = None
@@ -55,16 +64,23 @@ class Llama:
         params.n_ubatch = n_ubatch
         params.n_seq_max = n_seq
         params.n_threads = params.n_threads_batch = 1
-        params.flash_attn_type = 0
+        params.flash_attn_type = 1 if flash_attention else 0
         params.kv_unified = True
         if f32_cache:
             params.type_k = params.type_v = 0
+        params.ctx_type = 1 if prediction_head else 0
+        if embeddings:
+            params.embeddings = True
+            params.pooling_type = 0
         if watched_node:
             self._watcher = llama_cpp.ggml_backend_sched_eval_callback(_watcher_of(watched_node))
             params.cb_eval = self._watcher
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         assert self._context, f"llama.cpp makes no context of {path.name}"
+        self._rows = llama_cpp.llama_get_embeddings if embeddings else llama_cpp.llama_get_logits
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.width = llama_cpp.llama_model_n_embd(self._model) if embeddings else self.n_vocab
+        self.hidden_width = llama_cpp.llama_model_n_embd_out(self._model)
 
     def decode(
         self,
@@ -73,8 +89,12 @@ class Llama:
         *,
         wanted: Sequence[bool] | None = None,
         sequences: Sequence[int] | None = None,
+        hidden: Rows | None = None,
     ) -> tuple[int, Rows]:
-        """(llama_decode's code, logits of the wanted positions). Sequence s starts at `position` too."""
+        """(llama_decode's code, rows of the wanted positions). Sequence s starts at `position` too.
+
+        `hidden`: for a prediction head, the trunk's hidden states [tokens, hidden width].
+        """
         llama_cpp = self._llama
         wanted = wanted if wanted is not None else [True] * len(tokens)
         sequences = sequences if sequences is not None else [0] * len(tokens)
@@ -82,6 +102,8 @@ class Llama:
         next_position: dict[int, int] = {}
         try:
             batch.n_tokens = len(tokens)
+            if hidden is not None:
+                batch.embd = hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             for i, (token, want, sequence) in enumerate(zip(tokens, wanted, sequences, strict=True)):
                 batch.token[i] = token
                 batch.pos[i] = next_position.setdefault(sequence, position)
@@ -91,14 +113,15 @@ class Llama:
                 batch.logits[i] = want
             code = llama_cpp.llama_decode(self._context, batch)
             if code != 0:
-                return code, np.zeros((0, self.n_vocab), np.float32)
-            logits = llama_cpp.llama_get_logits(self._context)
-            return 0, np.ctypeslib.as_array(logits, (sum(wanted), self.n_vocab)).copy()
+                return code, np.zeros((0, self.width), np.float32)
+            rows = self._rows(self._context)
+            return 0, np.ctypeslib.as_array(rows, (sum(wanted), self.width)).copy()
         finally:
+            batch.embd = None  # lent
             llama_cpp.llama_batch_free(batch)
 
     def run(self, tokens: Sequence[int], chunks: Sequence[int]) -> Rows:
-        """Logits of all positions, decoded in chunks of these sizes."""
+        """Rows of all positions, decoded in chunks of these sizes."""
         rows = []
         position = 0
         for size in chunks:

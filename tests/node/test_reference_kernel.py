@@ -16,7 +16,6 @@ import pytest
 
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
-from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.model_manifest import build_manifest
@@ -27,9 +26,7 @@ from kvasir_proto.program import ExpertProgram, GluKind, ProgramStep, StepOp, Un
 from kvasir_proto.tensor_types import TENSOR_TYPES, TENSOR_TYPES_BY_NAME
 from tests.model_makers import MAKERS, QUANTISED_TYPES, ModelShape, make_qwen3moe, quantise
 from tests.node.hooked_llama import InProcessWorkers, Llama, hooked
-
-Rows = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int32]
+from tests.node.kernel_calls import Ids, Rows, computed, distance, rows_and_pairs
 
 WIDE = ModelShape(n_layer=1, n_embd=256, n_ff=256, n_expert=5)
 
@@ -58,41 +55,6 @@ def gated(kind: GluKind, *, down: bool = True, alpha: float = 0.0, limit: float 
 def after_up(*steps: ProgramStep) -> ExpertProgram:
     """The product with `up` (value 1), then these steps."""
     return ExpertProgram((matmul("up"), *steps), input_per_slot=False)
-
-
-def rows_and_pairs(n_expert: int, width: int, n_row: int = 40, n_slot: int = 3) -> tuple[Rows, Ids, Ids]:
-    draws = np.random.Generator(np.random.PCG64(7))
-    x = (3 * draws.standard_normal((n_row, width))).astype(np.float32)
-    rows = np.repeat(np.arange(n_row, dtype=np.int32), n_slot)
-    experts = draws.integers(0, n_expert, len(rows)).astype(np.int32)
-    return x, rows, experts
-
-
-def computed(
-    kernel: ExpertKernel, layer: int, program: ExpertProgram, x: Rows, rows: Ids, experts: Ids
-) -> Rows:
-    """What a kernel writes, through the port."""
-    number = kernel.add_program(program)
-    width_in, width_out = kernel.row_widths(layer, number)
-    assert x.shape[1] == width_in
-    out = np.full((len(rows), width_out), np.nan, np.float32)
-    kernel.compute(
-        layer,
-        number,
-        len(x),
-        len(rows),
-        x.ctypes.data,
-        rows.ctypes.data,
-        experts.ctypes.data,
-        out.ctypes.data,
-    )
-    return out
-
-
-def distance(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """Relative L2."""
-    difference = np.linalg.norm(found.astype(np.float64) - expected)
-    return float(difference / np.linalg.norm(expected.astype(np.float64)))
 
 
 class Model:
