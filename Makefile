@@ -14,7 +14,7 @@ NATIVE := $(VENV)/.native-stamp
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup demo test lint type bench clean
+.PHONY: help setup demo test lint type bench shapes clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
@@ -23,6 +23,7 @@ help:
 	@echo 'make lint    check style and formatting'
 	@echo 'make type    check types'
 	@echo 'make bench   measure the swarm against a single process'
+	@echo 'make shapes  run every architecture of experts through the hook and compare'
 	@echo 'make clean   remove .venv and everything that was built'
 
 setup: $(NATIVE)
@@ -42,6 +43,9 @@ type: $(NATIVE)
 
 bench: $(NATIVE)
 	@$(BIN)/kvasir-node bench $(ARGS)
+
+shapes: $(NATIVE)
+	@$(BIN)/python -m tests.shapes $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,8 +1,9 @@
-"""Tiny random Mixture-of-Experts models, one maker for every shape of expert sub-graph that we claim.
+"""Tiny random Mixture-of-Experts models of any size, for tests that need sizes and tokenizers to be theirs.
 
 Each maker writes one GGUF file, the same bytes for the same arguments, that llama.cpp loads and decodes.
 The weights are noise scaled so that activations stay near one and routing differs from token to token.
 Nothing here is a model that says anything: they exist to compare two ways of computing the same thing.
+Every architecture that llama.cpp builds, in one size, is in `architecture_models`.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ MAKERS: Mapping[str, Callable[[Path, ModelShape], Path]] = MappingProxyType(
         "grok": make_grok,
     }
 )
-"""Every expert sub-graph we claim, by name; a test that runs over all of them runs over these."""
+"""The makers by name; a test that runs over all of them runs over these."""
 
 QUANTISED_TYPES: Mapping[str, int] = MappingProxyType(
     {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}

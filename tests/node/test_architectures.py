@@ -6,6 +6,7 @@ The models are `tests.architecture_models`; what is compared, and how, is `tests
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,21 @@ def test_the_table_has_every_architecture_that_gguf_knows_with_experts() -> None
     assert known - {each.architecture for each in ARCHITECTURES} <= WITHOUT_EXPERTS_HERE
     assert len(NAMES) == len(ARCHITECTURES)
     assert {each.shape for each in ARCHITECTURES} == set(SHAPES)
+
+
+def test_the_reference_page_lists_every_model() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/model-shapes.md").read_text()
+    rows = re.findall(r"^\| `([^`|]+)` \| (\S+) \| (\S+?)(, embeddings)? \| \d+ of (\d+) \|$", page, re.M)
+    assert rows == [
+        (
+            each.architecture,
+            each.shape,
+            each.memory,
+            "" if each.has_logits else ", embeddings",
+            str(each.settings.get("expert_count", 8)),
+        )
+        for each in ARCHITECTURES
+    ]
 
 
 @pytest.mark.slow
