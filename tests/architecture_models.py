@@ -25,7 +25,7 @@ import numpy as np
 
 from tests.plain_llama import last_words, silence
 
-Setting = bool | int | float | str | Sequence[int] | Sequence[float] | None
+Setting = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str] | None
 Settings = Mapping[str, Setting]
 
 N_LAYER: Final = 4
@@ -416,7 +416,7 @@ def _write(
     for key, value in settings.items():
         if value is None:
             continue
-        key = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        key = key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}"
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):

@@ -140,6 +140,26 @@ def test_layers_of_one_model_may_have_programs_of_their_own(tmp_path: Path) -> N
     assert run.steps == (SHAPES["swiglu-clamped"], SHAPES["swiglu"])
 
 
+def test_layers_may_differ_in_width_and_in_how_many_experts_they_use(tmp_path: Path) -> None:
+    nemotron = first_of("nemotron_h_moe")
+    differing: Settings = {"expert_used_count": (0, 0, 3, 2), "expert_feed_forward_length": (0, 0, 48, 32)}
+    model = replace(nemotron, settings={**nemotron.settings, **differing})
+    run = run_model(make_architecture(tmp_path / "model.gguf", model), model)
+    assert run.delta == 0.0
+    assert (run.n_expert_used, len(run.programs)) == (3, 1)
+
+
+def test_one_tensor_may_ask_for_more_precision_than_the_others(tmp_path: Path) -> None:
+    asked: Settings = {
+        "general.tensor_extra.name": ("blk.1.ffn_up_exps.weight",),
+        "general.tensor_extra.prec_a4": (False,),
+    }
+    model = replace(first_of("qwen3moe"), settings=asked)
+    run = run_model(make_architecture(tmp_path / "model.gguf", model), model)
+    assert run.delta == 0.0
+    assert run.steps == ("gate up swiglu down", "gate up! swiglu down")
+
+
 def test_a_second_bank_of_experts_stays_with_the_backbone(tmp_path: Path) -> None:
     path = make_architecture(tmp_path / "model.gguf", first_of("grovemoe"))
     manifest = build_manifest(path)
