@@ -122,13 +122,18 @@ def resolve_model(home: Home, name_or_path: str | None, progress: Progress | Non
     return home.models.get(name_or_path)
 
 
-def found_swarm(home: Home, model: StoredModel) -> Founding:
-    """Found a swarm for ``model`` in this home.
+def found_swarm(home: Home, model: StoredModel, *, compact_activations: bool = False) -> Founding:
+    """Found a swarm for ``model`` in this home; see `SwarmManifest` for ``compact_activations``.
 
     Raises `AlreadyRunning` while a daemon runs in it, `ConfigurationInvalid` when it belongs to a swarm.
     """
     with HomeLock(home.locations.lock_file):
-        return home.swarm_files.found(home.identity.private_key, model.manifest.digest(), model.name)
+        return home.swarm_files.found(
+            home.identity.private_key,
+            model.manifest.digest(),
+            model.name,
+            compact_activations=compact_activations,
+        )
 
 
 def _memory_offered_bytes() -> int:

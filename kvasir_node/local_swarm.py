@@ -69,6 +69,7 @@ class RunSettings:
     n_ubatch: int = 256
     n_threads: int = 1
     kv_type: str = "f16"
+    compact_activations: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ async def _load_trunk(
         threads=settings.n_threads,
         hooked=hooked,
         kv_type="f32" if settings.kv_type == "f32" else "f16",
+        compact_activations=settings.compact_activations,
     )
     return await load_trunk(engine, request)
 

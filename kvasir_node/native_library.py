@@ -101,11 +101,17 @@ class NativeLibrary:
         )
         self._kernel_error = _function(library, "kernel_error", None, c_void_p, c_char_p, c_size_t)
 
-        self.pack_call: Callable[[int, bool, int, int, int, int, int | None, int, int, int], int] = _function(
-            library,
-            "pack_call",
-            c_int32,
-            *(c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p),
+        self.pack_call: Callable[[int, bool, int, int, int, int, int, int | None, int, int, int], int] = (
+            _function(
+                library,
+                "pack_call",
+                c_int32,
+                *(c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int32, c_int32),
+                *(c_void_p, c_int32, c_void_p, c_void_p),
+            )
+        )
+        self.expand_q8_0: Callable[[int, int, int], None] = _function(
+            library, "expand_q8_0", None, c_void_p, c_int64, c_void_p
         )
         self.is_expected_reply: Callable[[int, int, int, int], int] = _function(
             library, "is_expected_reply", c_int32, c_void_p, c_uint64, c_uint64, c_int32

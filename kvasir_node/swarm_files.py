@@ -93,7 +93,14 @@ class SwarmFiles:
         """Where `found` wrote the recovery key."""
         return self._directory / _RECOVERY_KEY
 
-    def found(self, node_key: Ed25519PrivateKey, model_digest: bytes, model_name: str) -> Founding:
+    def found(
+        self,
+        node_key: Ed25519PrivateKey,
+        model_digest: bytes,
+        model_name: str,
+        *,
+        compact_activations: bool = False,
+    ) -> Founding:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 
         The founder's own signed vote is the proof of (0, 1); it is on disk before anybody hears of it. Raises
@@ -108,6 +115,7 @@ class SwarmFiles:
             reference_class=REFERENCE_CLASS,
             thresholds=Thresholds(),
             admission="open",
+            compact_activations=compact_activations,
             founder_public_key=public_key,
             recovery_public_key=recovery_key.public_key().public_bytes_raw(),
         )

@@ -8,7 +8,7 @@ Every frame is a fixed header of `HEADER_BYTES` and then `payload_bytes` of payl
 
 * ``OPEN``: msgpack; the session's epoch, term, term proof and the model's digest. Answered by a ``REPLY``.
 * ``PROGRAM``: one encoded expert program under an index that later dispatches name. Answered by a ``REPLY``.
-* ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], F32 rows[n_rows, n_embd_in].
+* ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], rows[n_rows, n_embd_in].
 * ``REPLY``: when the code is ``OK``, F32 rows[n_pairs, n_embd_out] and behind them the SHA-256 over (request,
   rows), or nothing where no rows were asked for; else a UTF-8 sentence.
 
@@ -40,6 +40,10 @@ PAIRS_MAX: Final = 65_536
 PAYLOAD_BYTES_MAX: Final = 512 * 1024 * 1024
 """Largest payload a receiver prepares for; 4,096 tokens x 8 slots x n_embd 4,096 in F32."""
 
+Q8_0_BLOCK: Final = 32
+Q8_0_BLOCK_BYTES: Final = 34
+"""Values in one block of `WireType.Q8_0`, and its size."""
+
 REFUSAL_TEXT_BYTES_MAX: Final = 1024
 OPEN_BYTES_MAX: Final = 64 * 1024
 PROGRAM_BYTES_MAX: Final = PROGRAM_SIZE_BYTES_MAX
@@ -64,9 +68,14 @@ class FrameKind(enum.IntEnum):
 
 
 class WireType(enum.IntEnum):
-    """How rows are encoded. F32 unless a certificate measured another one (invariant 3)."""
+    """How activation rows travel to a worker; what comes back is F32.
+
+    ``Q8_0`` is ggml's block format: for each 32 values an F16 step and 32 signed bytes. A kernel that rounds
+    its input so anyway gets the same numbers from it as from F32 (`kvasir_node.backbone.wire_types`).
+    """
 
     F32 = 0
+    Q8_0 = 1
 
 
 class ReplyCode(enum.IntEnum):
@@ -89,6 +98,8 @@ class ReplyCode(enum.IntEnum):
 
 # Plain numbers: an enumeration's members take a tenth of a microsecond to look up, more with cold caches.
 _F32: Final = int(WireType.F32)
+_WIRE_TYPES: Final = tuple(WireType)
+assert [int(each) for each in _WIRE_TYPES] == list(range(len(_WIRE_TYPES)))
 _KIND_DISPATCH: Final = int(FrameKind.DISPATCH)
 _KIND_REPLY: Final = int(FrameKind.REPLY)
 _REPLY_CODES: Final = tuple(ReplyCode)
@@ -102,6 +113,7 @@ class DispatchHeader(NamedTuple):
     ``row_of_pair[p]``. ``program`` is the index that an earlier PROGRAM frame gave.
     """
 
+    wire_type: WireType
     request_id: int
     payload_bytes: int
     epoch: int
@@ -186,15 +198,16 @@ def pack_dispatch_into(
     n_rows: int,
     n_pairs: int,
     n_embd_in: int,
+    wire_type: WireType = WireType.F32,
 ) -> int:
     """Write a DISPATCH header at the start of ``buffer``; return the payload's size in bytes."""
-    payload_bytes = dispatch_payload_bytes(n_rows, n_pairs, n_embd_in)
+    payload_bytes = dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type)
     _DISPATCH.pack_into(
         buffer,
         0,
         _MAGIC,
         _KIND_DISPATCH,
-        _F32,
+        wire_type,
         0,
         request_id,
         payload_bytes,
@@ -208,8 +221,15 @@ def pack_dispatch_into(
     return payload_bytes
 
 
-def dispatch_payload_bytes(n_rows: int, n_pairs: int, n_embd_in: int) -> int:
-    """Size in bytes of a DISPATCH payload: two I32 a pair, then the F32 rows."""
+def dispatch_payload_bytes(
+    n_rows: int, n_pairs: int, n_embd_in: int, wire_type: WireType = WireType.F32
+) -> int:
+    """Size in bytes of a DISPATCH payload: two I32 a pair, then the rows.
+
+    Rows in Q8_0 are a whole number of blocks: ``n_embd_in`` is a multiple of `Q8_0_BLOCK`.
+    """
+    if wire_type is WireType.Q8_0:
+        return 8 * n_pairs + n_rows * (n_embd_in // Q8_0_BLOCK) * Q8_0_BLOCK_BYTES
     return 8 * n_pairs + 4 * n_rows * n_embd_in
 
 
@@ -279,14 +299,14 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     magic, kind, wire, code, request_id, payload_bytes = _COMMON.unpack_from(data, 0)
     if magic != _MAGIC:
         raise RemoteProtocolError("the frame does not start with KVA1", code="malformed")
-    if wire != _F32:
-        raise RemoteProtocolError(f"wire type {wire} was not negotiated", code="malformed")
+    if wire != _F32 and (kind != _KIND_DISPATCH or wire >= len(_WIRE_TYPES)):
+        raise RemoteProtocolError(f"wire type {wire} in a frame of kind {kind}", code="malformed")
     if kind == _KIND_REPLY:
         return _parse_reply(data, code)
     if code:
         raise RemoteProtocolError("a code in a frame that is no reply", code="malformed")
     if kind == _KIND_DISPATCH:
-        return _parse_dispatch(data)
+        return _parse_dispatch(data, _WIRE_TYPES[wire])
     if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
         bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
         if payload_bytes > bound:
@@ -304,8 +324,8 @@ def request_id_of(data: bytes | bytearray | memoryview) -> int:
     return request_id
 
 
-def _parse_dispatch(data: bytes | bytearray | memoryview) -> DispatchHeader:
-    header = DispatchHeader._make(_DISPATCH.unpack_from(data, 0)[4:])
+def _parse_dispatch(data: bytes | bytearray | memoryview, wire_type: WireType) -> DispatchHeader:
+    header = DispatchHeader(wire_type, *_DISPATCH.unpack_from(data, 0)[4:])
     if header.payload_bytes > PAYLOAD_BYTES_MAX or header.n_pairs > PAIRS_MAX:
         raise RemoteProtocolError(
             f"dispatch of {header.n_pairs} pairs and {header.payload_bytes} bytes", code="oversize"

@@ -43,7 +43,10 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class SwarmManifest:
-    """The founding document of a swarm. `reference_class` names the activation formats its kernels share."""
+    """The founding document of a swarm. `reference_class` names the activation formats its kernels share.
+
+    With `compact_activations` rows travel to holders in the smallest wire type that changes no result.
+    """
 
     kind: ClassVar[str] = "swarm_manifest"
     model_digest: ModelDigestField
@@ -51,6 +54,7 @@ class SwarmManifest:
     reference_class: Word
     thresholds: Thresholds
     admission: Literal["open", "invite"]
+    compact_activations: bool
     founder_public_key: PublicKey
     recovery_public_key: PublicKey
 

@@ -26,11 +26,12 @@ import numpy.typing as npt
 
 from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
+from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import FrameKind
+from kvasir_proto.dispatch import FrameKind, WireType
 from kvasir_proto.errors import (
     EngineFailed,
     KvasirError,
@@ -182,15 +183,19 @@ class Dispatcher:
         programs: Sequence[ExpertProgram],
         *,
         on_holder_lost: Callable[[NodeId, str, str], None],
+        compact_activations: bool = False,
     ) -> None:
         """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
 
+        With ``compact_activations`` rows travel to holders in the smallest wire type that changes no result.
         ``on_holder_lost`` gets a node id, a code of one word and a sentence; it must not block.
         """
         self._native = native
         self._manifest = manifest
         self._programs = programs
         self._on_holder_lost = on_holder_lost
+        self._compact_activations = compact_activations
+        self._wire_types: dict[tuple[int, int], WireType] = {}  # by layer and program
         self._authority = _Authority()
         self._places: list[_Place | None] = []
         self._tables: dict[int, IndexBuffer] = {}
@@ -212,6 +217,7 @@ class Dispatcher:
         self._filled = 0
         self._non_finite: set[int] = set()  # pairs of this call for which somebody gave a bad row
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
+        self._wire_type = WireType.F32  # how its rows travel
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -300,6 +306,7 @@ class Dispatcher:
         if self._changes:
             self._apply_changes()
         self._call = call
+        self._wire_type = self._wire_type_of(call)
         self._filled = 0
         self._non_finite.clear()
         n_pairs = call.n_tokens * call.n_slots
@@ -418,6 +425,19 @@ class Dispatcher:
             n_rows = parts.values[_PART_FIELDS * index + _PART_ROWS]
             self._compute_locally(holder, frame, grouped, start, count, n_rows)
 
+    def _wire_type_of(self, call: LayerCall) -> WireType:
+        """How the rows of a call travel."""
+        if not self._compact_activations:
+            return WireType.F32
+        key = call.layer, call.program_index
+        wire_type = self._wire_types.get(key)
+        if wire_type is None:
+            types = {each.suffix: each.type.name for each in self._manifest.expert_tensors(call.layer)}
+            program = self._programs[call.program_index]
+            wire_type = exact_wire_type(program, lambda suffix: types[suffix], call.n_embd_in)
+            self._wire_types[key] = wire_type
+        return wire_type
+
     def _pack(
         self,
         table: IndexBuffer,
@@ -430,6 +450,7 @@ class Dispatcher:
         return self._native.pack_call(
             ctypes.addressof(call),
             self._programs[call.program_index].input_per_slot,
+            self._wire_type,
             self._authority.address,
             table.address,
             self._manifest.n_expert,
@@ -475,7 +496,7 @@ class Dispatcher:
         call = self._call
         if call.program_index not in holder.programs:
             self._submit_program(holder, call.program_index, now_ns)
-        payload_bytes = dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in)
+        payload_bytes = dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in, self._wire_type)
         if (
             n_pairs > dispatch.PAIRS_MAX
             or payload_bytes > dispatch.PAYLOAD_BYTES_MAX
@@ -524,6 +545,11 @@ class Dispatcher:
     ) -> None:
         call = self._call
         payload = frame.address + dispatch.HEADER_BYTES
+        x_address = payload + 8 * n_pairs
+        if self._wire_type is WireType.Q8_0:
+            x = np.empty((n_rows, call.n_embd_in), dtype=np.float32)
+            self._native.expand_q8_0(x_address, x.size, x.ctypes.data)
+            x_address = x.ctypes.data
         rows = np.empty((n_pairs, call.n_embd_out), dtype=np.float32)
         try:
             program = holder.kernel.add_program(self._programs[call.program_index])
@@ -532,7 +558,7 @@ class Dispatcher:
                 program_index=program,
                 n_rows=n_rows,
                 n_pairs=n_pairs,
-                x_address=payload + 8 * n_pairs,
+                x_address=x_address,
                 row_of_pair_address=payload,
                 expert_of_pair_address=payload + 4 * n_pairs,
                 out_address=rows.ctypes.data,

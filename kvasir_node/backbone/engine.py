@@ -182,7 +182,11 @@ class BackboneEngine:
             if message.hooked:
                 hook = ExpertHook(self._on_layer)
                 dispatcher = Dispatcher(
-                    load_native_library(), manifest, hook.programs, on_holder_lost=self._on_holder_lost
+                    load_native_library(),
+                    manifest,
+                    hook.programs,
+                    on_holder_lost=self._on_holder_lost,
+                    compact_activations=message.compact_activations,
                 )
             trunk = Trunk(Path(message.backbone_path), settings, hook)
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:

@@ -12,9 +12,16 @@ from kvasir_proto.errors import UsageError
 @click.command()
 @click.option("--found", is_flag=True, help="Found a swarm: this node becomes its backbone.")
 @click.option("--model", help="The swarm's model: a GGUF file, a name or a digest. Default: the demo model.")
+@click.option(
+    "--compact-activations",
+    is_flag=True,
+    help="For the swarm to found: send activations in Q8_0 where the weights round them so anyway.",
+)
 @json_option
 @click.pass_obj
-def init(session: CommandSession, found: bool, model: str | None, as_json: bool) -> None:
+def init(
+    session: CommandSession, found: bool, model: str | None, compact_activations: bool, as_json: bool
+) -> None:
     """Make this home's identity, and found a swarm with --found.
 
     Can be called again: an identity that exists is kept, a swarm that exists is not founded twice.
@@ -23,6 +30,8 @@ def init(session: CommandSession, found: bool, model: str | None, as_json: bool)
 
     if model is not None and not found:
         raise UsageError("--model is the model of a swarm to found: add --found")
+    if compact_activations and not found:
+        raise UsageError("--compact-activations is a rule of a swarm to found: add --found")
     configuration = session.configure(model=model)
     home = app.open_home(session.locations, configuration)
     document: dict[str, object] = {
@@ -35,7 +44,7 @@ def init(session: CommandSession, found: bool, model: str | None, as_json: bool)
         home.swarm_files.check_unfounded(home.identity.private_key)
         with progress_on_stderr("reading the model") as progress:
             stored = app.resolve_model(home, configuration.model, progress)
-        founding = app.found_swarm(home, stored)
+        founding = app.found_swarm(home, stored, compact_activations=compact_activations)
         document |= {
             "swarm": founding.swarm.digest.hex(),
             "model": stored.name,

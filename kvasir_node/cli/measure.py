@@ -69,6 +69,11 @@ def measure() -> None:
 )
 @click.option("--chunks", help="Tokens of each decode, such as 256,1x32. Default: half at once, then singly.")
 @click.option("--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True)
+@click.option(
+    "--compact-activations",
+    is_flag=True,
+    help="Send activations in Q8_0 where the weights round them so anyway.",
+)
 @click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
 @json_option
 @click.pass_obj
@@ -85,6 +90,7 @@ def logits(
     ubatch: int,
     chunks: str | None,
     kv_type: str,
+    compact_activations: bool,
     require_exact: bool,
     as_json: bool,
 ) -> None:
@@ -113,6 +119,7 @@ def logits(
         n_threads=threads,
         n_ubatch=ubatch,
         kv_type=kv_type,
+        compact_activations=compact_activations,
     )
     with working_directory(session.locations) as directory:
         measured = trio.run(measure_logits, stored, settings, directory, note)
@@ -179,11 +186,14 @@ def _document(
         "backbone_expert_bytes": measured.backbone_expert_bytes,
         "experts_missing_total": measured.experts_missing_total,
         "rows_retried": measured.rows_retried,
+        "bytes_per_token_to_holders": measured.bytes_to_holders / len(settings.token_ids),
+        "bytes_per_token_from_holders": measured.bytes_from_holders / len(settings.token_ids),
         "workers": settings.n_workers,
         "holders": settings.holders,
         "threads": settings.n_threads,
         "ubatch": settings.n_ubatch,
         "kv_type": settings.kv_type,
+        "compact_activations": settings.compact_activations,
         "processes": [dataclasses.asdict(each) for each in measured.processes],
         "model": file_report(stored),
     }
@@ -214,6 +224,8 @@ def _print_report(settings: LogitsSettings, measured: LogitsMeasurement) -> None
         ("Hook calls", f"{measured.hook_calls}"),
         ("Ubatches", f"{measured.ubatches}"),
         ("Rows retried", f"{measured.rows_retried}"),
+        ("Bytes a token to holders", f"{measured.bytes_to_holders / compared.positions:.0f}"),
+        ("Bytes a token from holders", f"{measured.bytes_from_holders / compared.positions:.0f}"),
         ("Experts' bytes in the backbone's file", f"{measured.backbone_expert_bytes}"),
         ("Workers, holders of each expert", f"{settings.n_workers}, {settings.holders}"),
     ]

@@ -404,6 +404,7 @@ class BackboneDuty:
                     threads=self._settings.n_threads,
                     hooked=True,
                     kv_type="f16",
+                    compact_activations=self._founding.swarm.manifest.compact_activations,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine

@@ -43,6 +43,7 @@ class LogitsSettings:
     n_threads: int = 1
     n_ubatch: int = 512
     kv_type: str = "f16"
+    compact_activations: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,17 @@ class EngineSeen:
 
 @dataclass(frozen=True, slots=True)
 class LogitsMeasurement:
-    """The comparison, and what the swarm did for it. `ubatches` is how many llama.cpp made of the chunks."""
+    """The comparison, and what the swarm did for it. `ubatches` is how many llama.cpp made of the chunks.
+
+    Bytes are those of frames, without what TLS and TCP add.
+    """
 
     comparison: LogitsComparison
     hook_calls: int
     ubatches: int
     rows_retried: int
+    bytes_to_holders: int
+    bytes_from_holders: int
     experts_missing_total: int
     backbone_expert_bytes: int
     processes: tuple[EngineSeen, ...]
@@ -128,6 +134,7 @@ async def measure_logits(
         n_ubatch=settings.n_ubatch,
         n_threads=settings.n_threads,
         kv_type=settings.kv_type,
+        compact_activations=settings.compact_activations,
     )
     base_path, run_path = directory / "reference.npy", directory / "swarm.npy"
     async with open_unwrapping_nursery() as nursery:
@@ -167,6 +174,8 @@ async def measure_logits(
         hook_calls=evaluated.hook_calls,
         ubatches=count_ubatches(settings.chunk_sizes, settings.n_ubatch),
         rows_retried=evaluated.rows_retried,
+        bytes_to_holders=int(statistics["dispatch"]["bytes_sent"]),
+        bytes_from_holders=int(statistics["dispatch"]["bytes_received"]),
         experts_missing_total=int(statistics["experts_missing_total"]),
         backbone_expert_bytes=await trio.to_thread.run_sync(expert_bytes_of, model.backbone_path),
         processes=tuple(processes),

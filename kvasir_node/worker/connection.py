@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.native_library import load
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode
+from kvasir_proto.dispatch import DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode, WireType
 from kvasir_proto.errors import KvasirError, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.program import decode_program
 
@@ -76,7 +77,10 @@ class BackboneConnection:
         self._header: DispatchHeader | PlainHeader | None = None
         self._refusal: RemoteProtocolError | None = None
         self._program = 0
+        self._width_in = 0
         self._width_out = 0
+        self._expanded = bytearray()
+        self._expand_q8_0 = load().expand_q8_0
         self._outgoing = bytearray(BUFFER_BYTES)
         self._outgoing_address = _address_of(self._outgoing)
         self._authority: tuple[int, int] | None = None
@@ -210,20 +214,30 @@ class BackboneConnection:
         if program is None:
             raise RemoteProtocolError(f"program {header.program} was never sent", code="unknown_program")
         n_embd_in, n_embd_out = self._row_widths(header.layer, program)
-        if header.payload_bytes != dispatch.dispatch_payload_bytes(header.n_rows, header.n_pairs, n_embd_in):
+        if header.wire_type is WireType.Q8_0 and n_embd_in % dispatch.Q8_0_BLOCK:
+            raise RemoteProtocolError(f"rows of {n_embd_in} are not whole Q8_0 blocks", code="shape_invalid")
+        if header.payload_bytes != dispatch.dispatch_payload_bytes(
+            header.n_rows, header.n_pairs, n_embd_in, header.wire_type
+        ):
             raise RemoteProtocolError(
-                f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in}",
+                f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in} "
+                f"in {header.wire_type.name}",
                 code="shape_invalid",
             )
+        if 4 * header.n_rows * n_embd_in > dispatch.PAYLOAD_BYTES_MAX:
+            raise RemoteProtocolError(f"{header.n_rows} rows of {n_embd_in}", code="oversize")
         if 4 * header.n_pairs * n_embd_out > dispatch.PAYLOAD_BYTES_MAX:
             raise RemoteProtocolError(f"{header.n_pairs} rows of {n_embd_out} in a reply", code="oversize")
-        self._program, self._width_out = program, n_embd_out
+        self._program, self._width_in, self._width_out = program, n_embd_in, n_embd_out
 
     def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
         """Run the kernel on a dispatch whose header is good; send the rows."""
         payload_bytes = dispatch.reply_payload_bytes(header.n_pairs, self._width_out)
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
         address = self._incoming_address + dispatch.HEADER_BYTES
+        x_address = address + 8 * header.n_pairs
+        if header.wire_type is WireType.Q8_0:
+            x_address = self._expand(x_address, header.n_rows * self._width_in)
         with self._kernel_lock:
             started_ns = time.monotonic_ns()
             self._kernel.compute(
@@ -231,7 +245,7 @@ class BackboneConnection:
                 program_index=self._program,
                 n_rows=header.n_rows,
                 n_pairs=header.n_pairs,
-                x_address=address + 8 * header.n_pairs,
+                x_address=x_address,
                 row_of_pair_address=address,
                 expert_of_pair_address=address + 4 * header.n_pairs,
                 out_address=self._outgoing_address + dispatch.HEADER_BYTES,
@@ -241,6 +255,14 @@ class BackboneConnection:
         self._counters.rows += header.n_pairs
         self._counters.compute_ns += compute_ns
         self._send_rows(header, size, payload_bytes, received_ns, compute_ns)
+
+    def _expand(self, blocks_address: int, n_values: int) -> int:
+        """Turn the Q8_0 rows of a dispatch into F32; where those lie until the next time."""
+        if 4 * n_values > len(self._expanded):
+            self._expanded = bytearray(4 * n_values)
+        address = _address_of(self._expanded)
+        self._expand_q8_0(blocks_address, n_values, address)
+        return address
 
     def _row_widths(self, layer: int, program: int) -> tuple[int, int]:
         """As the kernel says; asked once. Bounded by what the kernel accepts, not by what a backbone asks."""

@@ -206,7 +206,10 @@ class DiallerExpected:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrunk:
-    """Load the backbone file. `hooked` is false for a plain run of a whole model, to compare with."""
+    """Load the backbone file. `hooked` is false for a plain run of a whole model, to compare with.
+
+    With `compact_activations` rows travel to holders in the smallest wire type that changes no result.
+    """
 
     kind: ClassVar[str] = "load_trunk"
     request: Sequence63
@@ -217,6 +220,7 @@ class LoadTrunk:
     threads: ThreadCount
     hooked: bool
     kv_type: Literal["f16", "f32"]
+    compact_activations: bool
 
 
 @dataclass(frozen=True, slots=True)

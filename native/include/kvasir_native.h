@@ -199,17 +199,24 @@ typedef struct kvasir_dispatch_authority {
     uint32_t term;
 } kvasir_dispatch_authority;
 
-// Writes every holder's DISPATCH frame. `pairs` are the indices into ids [n_tokens, n_slots] to send,
+// How rows travel. Q8_0 needs n_embd_in to be a multiple of 32, and rounds as ggml's CPU backend does.
+#define KVASIR_WIRE_F32 0
+#define KVASIR_WIRE_Q8_0 1
+
+// Writes every holder's DISPATCH frame, rows in `wire_type`. `pairs` are the indices into ids [n_tokens, n_slots] to send,
 // ascending; NULL means all of them. Groups them into `pairs_out` (room for n_pairs) by the holder of their
 // expert, each group ascending, groups in the order of holders; each distinct row of x is copied once a holder.
 // Returns 0; -1 - i when the expert of the i-th pair (or its holder) is out of range; KVASIR_NOBODY_HOLDS - i
 // when holder_of_expert is -1 for it; or 1 when some capacity is below the header and
 // 8 * n_pairs + 4 * n_pairs * n_embd_in bytes: then every n_pairs is right, and nothing was written.
-KVASIR_API int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+KVASIR_API int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot, int32_t wire_type,
                                     const kvasir_dispatch_authority * authority,
                                     const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
                                     const int32_t * pairs, int32_t n_pairs, int32_t * pairs_out,
                                     kvasir_holder_part * parts);
+
+// Turns `n_values` (a multiple of 32) in Q8_0 blocks into F32.
+KVASIR_API void kvasir_expand_q8_0(const void * blocks, int64_t n_values, float * out);
 
 // Whether `header` is that of an OK reply to this request with these sizes: 1 or 0. What else it may be is
 // for a reader that can say so.

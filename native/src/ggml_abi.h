@@ -20,7 +20,7 @@ constexpr int kMaxName      = 64;
 constexpr int kMaxThreads   = 512;
 constexpr int kTypeCount    = 43;
 
-enum Type : int { TYPE_F32 = 0, TYPE_I32 = 26 };
+enum Type : int { TYPE_F32 = 0, TYPE_Q8_0 = 8, TYPE_I32 = 26 };
 
 enum Status : int { STATUS_ALLOC_FAILED = -2, STATUS_FAILED = -1, STATUS_SUCCESS = 0, STATUS_ABORTED = 1 };
 
@@ -221,6 +221,7 @@ struct Registry {
     X(ggml_unary_op_name, const char *, (int op))                                                            \
     X(ggml_glu_op_name, const char *, (int op))                                                              \
     X(ggml_type_name, const char *, (int type))                                                              \
+    X(ggml_fp16_to_fp32, float, (uint16_t value))                                                            \
     X(ggml_type_size, size_t, (int type))                                                                    \
     X(ggml_blck_size, int64_t, (int type))                                                                   \
     X(ggml_row_size, size_t, (int type, int64_t ne))                                                         \

@@ -182,7 +182,7 @@ bool check_backend_objects(Mismatch & why) {
 
 bool check_traits(Mismatch & why) {
     const TypeTraitsCpu * f32 = lib.ggml_get_type_traits_cpu(TYPE_F32);
-    const TypeTraitsCpu * q80 = lib.ggml_get_type_traits_cpu(8);
+    const TypeTraitsCpu * q80 = lib.ggml_get_type_traits_cpu(TYPE_Q8_0);
     ThreadPoolParams params;
     std::memset(&params, 0xff, sizeof params);
     lib.ggml_threadpool_params_init(&params, 3);

@@ -1,4 +1,6 @@
-// The dispatch primitives: which holder gets which rows, and where their answers go. No ggml, no state.
+// The dispatch primitives: which holder gets which rows, and where their answers go. No state; of ggml only
+// how it rounds a row to Q8_0.
+#include "ggml_abi.h"
 #include "kvasir_native.h"
 
 #include <cstring>
@@ -88,21 +90,44 @@ int32_t group_pairs(const int32_t * ids, const int32_t * pairs, int32_t n_pairs,
     return 0;
 }
 
+constexpr int64_t Q8_0_BLOCK = 32;
+
+struct q8_0_block {
+    uint16_t step; // F16
+    int8_t quants[Q8_0_BLOCK];
+};
+
+static_assert(sizeof(q8_0_block) == 34, "ggml's block of Q8_0");
+
+uint64_t row_bytes(int32_t wire_type, int32_t n_embd) {
+    const uint64_t width = static_cast<uint64_t>(n_embd);
+    return wire_type == KVASIR_WIRE_Q8_0 ? width / Q8_0_BLOCK * sizeof(q8_0_block) : width * sizeof(float);
+}
+
 // Lays out one holder's payload; returns how many distinct rows it has.
-int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, const int32_t * pairs, int32_t n_pairs,
-                     int32_t * payload) {
+int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, int32_t wire_type, const int32_t * pairs,
+                     int32_t n_pairs, int32_t * payload) {
     int32_t * row_of_pair    = payload;
     int32_t * expert_of_pair = payload + n_pairs;
     const size_t width       = static_cast<size_t>(call->n_embd_in);
-    float * rows             = reinterpret_cast<float *>(payload + 2 * static_cast<size_t>(n_pairs));
+    uint8_t * rows           = reinterpret_cast<uint8_t *>(payload + 2 * static_cast<size_t>(n_pairs));
+    const size_t stride      = static_cast<size_t>(row_bytes(wire_type, call->n_embd_in));
+    const auto to_q8_0       = wire_type == KVASIR_WIRE_Q8_0
+                                   ? ggml::lib.ggml_get_type_traits_cpu(ggml::TYPE_Q8_0)->from_float
+                                   : nullptr;
     int32_t n_rows           = 0;
     int32_t last             = -1;
     for (int32_t i = 0; i < n_pairs; ++i) {
         const int32_t pair   = pairs[i];
         const int32_t source = input_per_slot ? pair : pair / call->n_slots;
         if (source != last) {
-            std::memcpy(rows + static_cast<size_t>(n_rows) * width, call->x + static_cast<size_t>(source) * width,
-                        width * sizeof(float));
+            const float * row = call->x + static_cast<size_t>(source) * width;
+            uint8_t * place   = rows + static_cast<size_t>(n_rows) * stride;
+            if (to_q8_0) {
+                to_q8_0(row, place, call->n_embd_in);
+            } else {
+                std::memcpy(place, row, stride);
+            }
             last = source;
             ++n_rows;
         }
@@ -114,7 +139,7 @@ int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, const 
 
 } // namespace
 
-extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot,
+extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot, int32_t wire_type,
                                     const kvasir_dispatch_authority * authority,
                                     const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
                                     const int32_t * pairs, int32_t n_pairs, int32_t * pairs_out,
@@ -124,7 +149,7 @@ extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t inpu
     if (status != 0) {
         return status;
     }
-    const uint64_t pair_bytes = 8 + 4 * static_cast<uint64_t>(call->n_embd_in);
+    const uint64_t pair_bytes = 8 + row_bytes(KVASIR_WIRE_F32, call->n_embd_in);
     bool roomy                = true;
     for (int32_t i = 0; i < n_holders; ++i) {
         const uint64_t count = static_cast<uint64_t>(counts[static_cast<size_t>(i)]);
@@ -143,15 +168,16 @@ extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t inpu
         }
         uint8_t * frame   = reinterpret_cast<uint8_t *>(parts[i].frame);
         int32_t * payload = reinterpret_cast<int32_t *>(frame + sizeof(dispatch_header));
-        const int32_t n_rows = pack_payload(call, input_per_slot != 0, group, count, payload);
+        const int32_t n_rows = pack_payload(call, input_per_slot != 0, wire_type, group, count, payload);
         group += count;
         parts[i].n_rows      = n_rows;
         dispatch_header header = {};
         header.magic         = MAGIC;
         header.kind          = KIND_DISPATCH;
+        header.wire_type     = static_cast<uint8_t>(wire_type);
         header.request_id    = authority->first_request_id + static_cast<uint64_t>(i);
         header.payload_bytes = 8 * static_cast<uint64_t>(count) +
-                               4 * static_cast<uint64_t>(n_rows) * static_cast<uint64_t>(call->n_embd_in);
+                               static_cast<uint64_t>(n_rows) * row_bytes(wire_type, call->n_embd_in);
         header.epoch         = authority->epoch;
         header.term          = authority->term;
         header.layer         = static_cast<uint32_t>(call->layer);
@@ -161,6 +187,19 @@ extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t inpu
         std::memcpy(frame, &header, sizeof header);
     }
     return 0;
+}
+
+extern "C" void kvasir_expand_q8_0(const void * blocks, int64_t n_values, float * out) {
+    const uint8_t * place = static_cast<const uint8_t *>(blocks);
+    for (int64_t i = 0; i < n_values; i += Q8_0_BLOCK) {
+        q8_0_block block;
+        std::memcpy(&block, place, sizeof block);
+        place += sizeof block;
+        const float step = ggml::lib.ggml_fp16_to_fp32(block.step);
+        for (int64_t j = 0; j < Q8_0_BLOCK; ++j) {
+            out[i + j] = step * static_cast<float>(block.quants[j]);
+        }
+    }
 }
 
 extern "C" int32_t kvasir_is_expected_reply(const void * data, uint64_t request_id, uint64_t payload_bytes,

@@ -49,6 +49,22 @@ def test_three_workers_with_a_third_of_the_experts_each_are_exact(
     assert not list((tmp_path / "home" / "cache").glob("measure-*"))
 
 
+@pytest.mark.parametrize("expert_type, is_compact", [("Q8_0", True), ("Q4_K_M", False)])
+def test_compact_activations_save_bytes_and_change_nothing(
+    expert_type: str, is_compact: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the weights take them in another form (Q8_K, of Q4_K) they travel as they are."""
+    source = make_qwen3moe(tmp_path / "source.gguf", ModelShape(n_layer=2, n_embd=256, n_ff=256))
+    model = quantise(source, tmp_path / "model.gguf", expert_type)
+    sent = []
+    for options in ([], ["--compact-activations"]):
+        arguments = ("--positions", "40", "--workers", "2", "--require-exact", *options)
+        status, document, progress = measure(capsys, tmp_path / "home", model, *arguments)
+        assert status == 0, progress
+        sent.append(document["bytes_per_token_to_holders"])
+    assert (sent[1] < 0.35 * sent[0]) if is_compact else (sent[1] == sent[0])
+
+
 def test_dense_layers_shared_experts_and_quantised_rows_in_uneven_ubatches_are_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

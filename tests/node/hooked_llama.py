@@ -16,6 +16,7 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
+from kvasir_proto.dispatch import WireType
 from kvasir_proto.manifest import ModelManifest, ShardSet
 
 Rows = npt.NDArray[np.float32]
@@ -211,6 +212,7 @@ class InProcessWorkers:
         status = self.native.pack_call(
             ctypes.addressof(call),
             program.input_per_slot,
+            WireType.F32,
             authority.ctypes.data,
             self.holder_of[call.layer].ctypes.data,
             self.n_expert,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvasir_node.backbone.hook import LayerCall
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import HEADER_BYTES, ReplyCode
+from kvasir_proto.dispatch import HEADER_BYTES, DispatchHeader, ReplyCode, WireType
 
 GUARD = np.float32(-77.0)
 FIRST_REQUEST_ID, EPOCH, TERM, LAYER, PROGRAM = 2**40 + 5, 3, 2**32 - 1, 7, 2
@@ -40,6 +40,7 @@ def pack(
     per_slot: bool = False,
     chosen: Sequence[int] | None = None,
     room: int | None = None,
+    wire_type: WireType = WireType.F32,
 ) -> Packed:
     """Pack a call whose row r is r, r, ...; ``room`` bytes for each holder, enough for everything if None."""
     n_pairs = len(ids) if chosen is None else len(chosen)
@@ -61,6 +62,7 @@ def pack(
     status = load().pack_call(
         ctypes.addressof(call),
         per_slot,
+        wire_type,
         authority.ctypes.data,
         table.ctypes.data,
         len(holders),
@@ -151,6 +153,61 @@ def test_without_room_it_says_how_much_is_needed_and_writes_nothing(room: int) -
 def test_a_holder_without_pairs_needs_no_room() -> None:
     packed = pack([1, 1], [0, 1], 2)
     assert (packed.status, packed.parts[0][0]) == (0, 0)
+
+
+# ---- Rows in Q8_0 ----
+
+
+def expanded(blocks: bytes, n_values: int) -> npt.NDArray[np.float32]:
+    data = np.frombuffer(blocks, np.uint8)
+    out = np.full(n_values, GUARD)
+    load().expand_q8_0(data.ctypes.data, n_values, out.ctypes.data)
+    return out
+
+
+def test_a_frame_of_q8_0_rows_says_so_and_holds_them() -> None:
+    packed = pack([0, 1, 1], [0, 0], 1, n_slot=1, width=64, wire_type=WireType.Q8_0)
+    (n_pairs, n_rows, frame) = packed.parts[0]
+    header = dispatch.parse_header(frame)
+    assert isinstance(header, DispatchHeader)
+    assert (header.wire_type, header.n_pairs, header.n_rows) == (WireType.Q8_0, n_pairs, n_rows) == (1, 3, 3)
+    assert header.payload_bytes == 8 * 3 + 3 * 2 * 34
+    blocks = frame[HEADER_BYTES + 24 : HEADER_BYTES + header.payload_bytes]
+    rows = expanded(blocks, 3 * 64).reshape(3, 64)
+    assert np.allclose(rows, np.arange(3)[:, None], rtol=1e-3)
+
+
+@given(
+    rows=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32),
+    scale=st.sampled_from([1.0, 1e-7, 1e-38, 1e3]),
+)
+@example(rows=[0.0] * 32, scale=1.0)
+@example(rows=[1e-45] * 32, scale=1.0)
+@example(rows=[8e6] + [1.0] * 31, scale=1.0)
+def test_rounding_what_is_rounded_changes_nothing(rows: list[float], scale: float) -> None:
+    """What makes Q8_0 on the wire exact: a kernel that rounds its input so gets the same blocks again."""
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.array(rows, np.float32) * np.float32(scale)
+    if not np.abs(x).max() < 65504 * 127:
+        return  # the step would be infinite as F16, and the row with it
+    once = rounded(x)
+    again = rounded(expanded(once, 32))
+    no_step = bytes(2)  # quants that mean nothing: all that the block stands for is zero
+    assert again == once or again[:2] == once[:2] == no_step
+
+
+def rounded(x: npt.NDArray[np.float32]) -> bytes:
+    """One row as ggml rounds it, through the packer."""
+    ids, table = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    call = LayerCall(0, 0, 1, 1, 32, 32, 1, 0, x.ctypes.data, ids.ctypes.data, 0)
+    frame, grouped = np.zeros(HEADER_BYTES + 8 + 128, np.uint8), np.zeros(1, np.int32)
+    parts, authority = np.array([[frame.ctypes.data, frame.nbytes, 0, 0]], np.int64), np.zeros(2, np.uint64)
+    status = load().pack_call(
+        *(ctypes.addressof(call), False, WireType.Q8_0, authority.ctypes.data, table.ctypes.data, 1, 1),
+        *(None, 1, grouped.ctypes.data, parts.ctypes.data),
+    )
+    assert status == 0
+    return frame[HEADER_BYTES + 8 : HEADER_BYTES + 8 + 34].tobytes()
 
 
 # ---- Replies ----

@@ -27,6 +27,7 @@ from kvasir_proto.dispatch import (
     PlainHeader,
     ReplyCode,
     ReplyHeader,
+    WireType,
     dispatch_payload_bytes,
     pack_dispatch_into,
     pack_plain,
@@ -100,6 +101,7 @@ def edited(frame: bytes, offset: int, layout: str, value: int) -> bytes:
     program=U32,
     n_pairs=st.integers(1, PAIRS_MAX),
     n_embd_in=st.integers(1, 2000),
+    wire_type=st.sampled_from(WireType),
     data=st.data(),
 )
 def test_a_dispatch_comes_back_as_it_was_packed(
@@ -110,8 +112,11 @@ def test_a_dispatch_comes_back_as_it_was_packed(
     program: int,
     n_pairs: int,
     n_embd_in: int,
+    wire_type: WireType,
     data: st.DataObject,
 ) -> None:
+    if wire_type is WireType.Q8_0:
+        n_embd_in *= dispatch.Q8_0_BLOCK
     n_rows = data.draw(st.integers(1, min(n_pairs, (PAYLOAD_BYTES_MAX - 8 * n_pairs) // (4 * n_embd_in))))
     buffer = bytearray(b"\xaa" * (HEADER_BYTES + 5))
     payload_bytes = pack_dispatch_into(
@@ -124,9 +129,12 @@ def test_a_dispatch_comes_back_as_it_was_packed(
         n_rows=n_rows,
         n_pairs=n_pairs,
         n_embd_in=n_embd_in,
+        wire_type=wire_type,
     )
-    assert payload_bytes == dispatch_payload_bytes(n_rows, n_pairs, n_embd_in)
-    expected = DispatchHeader(request_id, payload_bytes, epoch, term, layer, program, n_rows, n_pairs)
+    assert payload_bytes == dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type)
+    expected = DispatchHeader(
+        wire_type, request_id, payload_bytes, epoch, term, layer, program, n_rows, n_pairs
+    )
     assert parse_header(buffer) == expected
     assert isinstance(parse_header(buffer), DispatchHeader)
     assert buffer[HEADER_BYTES:] == b"\xaa" * 5
@@ -264,7 +272,9 @@ def test_headers_are_read_from_any_buffer(kind: type) -> None:
         (edited(dispatch_frame(), 3, "<B", ord("2")), "malformed"),
         (edited(dispatch_frame(), 4, "<B", 0), "malformed"),
         (edited(dispatch_frame(), 4, "<B", 5), "malformed"),
-        (edited(dispatch_frame(), 5, "<B", 1), "malformed"),
+        (edited(dispatch_frame(), 5, "<B", len(WireType)), "malformed"),
+        (edited(reply_frame(), 5, "<B", WireType.Q8_0), "malformed"),
+        (edited(pack_plain(FrameKind.OPEN, 1, b""), 5, "<B", WireType.Q8_0), "malformed"),
         (edited(dispatch_frame(), 6, "<H", 1), "malformed"),
         (edited(pack_plain(FrameKind.OPEN, 1, b""), 6, "<H", 12), "malformed"),
         (dispatch_frame(n_rows=0), "malformed"),
@@ -372,6 +382,11 @@ def test_a_deeply_nested_opening_is_refused() -> None:
         Opening.decode(b"\x91" * 60_000)
 
 
+def test_q8_0_rows_take_34_bytes_for_32_values() -> None:
+    assert dispatch_payload_bytes(3, 5, 64, WireType.Q8_0) == 8 * 5 + 3 * 2 * 34
+    assert dispatch_payload_bytes(3, 5, 64) == 8 * 5 + 3 * 64 * 4
+
+
 # ---- The digest, and golden vectors ----
 
 
@@ -405,7 +420,9 @@ def test_bytes_on_record_are_still_understood() -> None:
     assert parse_header(bytes.fromhex(recorded["open"])) == PlainHeader(FrameKind.OPEN, 1, 44, 0)
     assert Opening.decode(bytes.fromhex(recorded["open"])[HEADER_BYTES:]).proof == b"proof"
     assert parse_header(bytes.fromhex(recorded["program"])) == PlainHeader(FrameKind.PROGRAM, 2, 7, 3)
-    assert parse_header(bytes.fromhex(recorded["dispatch"])) == DispatchHeader(7, 56, 9, 1, 11, 2, 2, 3)
+    assert parse_header(bytes.fromhex(recorded["dispatch"])) == DispatchHeader(
+        WireType.F32, 7, 56, 9, 1, 11, 2, 2, 3
+    )
     reply = parse_header(bytes.fromhex(recorded["reply"]))
     assert reply == ReplyHeader(7, 48, ReplyCode.OK, 1, 2, 3)
     refusal = parse_header(bytes.fromhex(recorded["refusal"]))

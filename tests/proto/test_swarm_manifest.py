@@ -22,6 +22,7 @@ MANIFEST = SwarmManifest(
     reference_class="Q8_0",
     thresholds=Thresholds(),
     admission="open",
+    compact_activations=False,
     founder_public_key=KEY.public_key().public_bytes_raw(),
     recovery_public_key=OTHER_KEY.public_key().public_bytes_raw(),
 )

@@ -190,6 +190,37 @@ def test_rows_come_back_with_times_and_digest() -> None:
     assert (served.counters.requests, served.counters.rows, served.counters.refusals) == (1, 3, 0)
 
 
+def test_rows_in_q8_0_are_expanded_before_the_kernel_sees_them() -> None:
+    width, steps = 64, np.array([0.5, 2.0, 0.25, 1.0], np.float16)
+    quants = np.arange(-64, 64, dtype=np.int8).reshape(4, 32)
+    x = (quants * steps[:, None].astype(np.float32)).reshape(2, width)
+    plain = dispatch_frame(99, x=x.astype(np.float32), width=width)
+    blocks = b"".join(step.tobytes() + row.tobytes() for step, row in zip(steps, quants, strict=True))
+    served = Served([BEGINNING, plain, q8_0_frame(98, blocks, width)], kernel=ToyKernel(width=width))
+    (first, expected), (second, rows) = served.replies[2:]
+    assert (first.code, second.code) == (ReplyCode.OK, ReplyCode.OK)
+    assert rows == expected
+    tables = struct.pack("<6i", 0, 0, 1, 0, 3, 5)
+    assert served.socket.sent.endswith(dispatch.reply_digest(q8_0_frame(98, blocks, width), rows))
+    assert q8_0_frame(98, blocks, width).endswith(tables + blocks)
+
+
+def q8_0_frame(request: int, blocks: bytes, width: int) -> bytes:
+    """A dispatch of two rows in Q8_0 to three experts."""
+    frame = bytearray(dispatch.HEADER_BYTES)
+    sizes = {"n_rows": 2, "n_pairs": 3, "n_embd_in": width}
+    authority = {"epoch": 0, "term": 1, "layer": LAYER, "program": 0}
+    dispatch.pack_dispatch_into(
+        frame, request_id=request, wire_type=dispatch.WireType.Q8_0, **sizes, **authority
+    )
+    return bytes(frame) + struct.pack("<6i", 0, 0, 1, 0, 3, 5) + blocks
+
+
+def test_rows_that_are_no_whole_q8_0_blocks_are_refused() -> None:
+    served = Served([BEGINNING, q8_0_frame(7, b"", WIDTH), GOOD])
+    assert served.codes[2:] == [ReplyCode.SHAPE_INVALID, ReplyCode.OK]
+
+
 @pytest.mark.parametrize(
     "frame, code, id_of_reply",
     [
