@@ -285,6 +285,7 @@ class Node:
                     n_ctx=configuration.engine_context_tokens,
                     n_ubatch=configuration.engine_ubatch_tokens,
                     n_threads=configuration.engine_threads,
+                    device=configuration.engine_device,
                 ),
                 now=now,
                 wall_time=wall_time,

@@ -27,6 +27,7 @@ _SHORT_FLAGS: Final = {
     "swarm.workers_min": "--workers-min",
     "swarm.holders": "--holders",
     "engine.threads": "--threads",
+    "engine.device": "--device",
 }
 """Flags of `run` that go without their section."""
 _NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
@@ -111,6 +112,12 @@ def _name(value: object) -> str:
     return value
 
 
+def _device(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[^\s,]{1,64}", value):
+        raise _Refused("none, auto, or the name of one device that 'kvasir-node doctor' lists")
+    return value
+
+
 def _key(name: str, parse: Callable[[object], object], default: object, purpose: str) -> Any:
     """Declares a field as a key of the configuration."""
     return field(default=default, metadata={"name": name, "parse": parse, "purpose": purpose})
@@ -159,6 +166,12 @@ class Configuration:
     )
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
+    )
+    engine_device: str = _key(
+        "engine.device",
+        _device,
+        "none",
+        "where the backbone computes all but routed experts: a device's name, auto for a GPU, or none",
     )
     model: str | None = _key(
         "model", _name, None, "the model to run: its name, or the first digits of its digest"

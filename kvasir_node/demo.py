@@ -228,6 +228,7 @@ async def _compare(
         n_ctx=model.context_length(configuration.engine_context_tokens),
         n_ubatch=configuration.engine_ubatch_tokens,
         n_threads=configuration.engine_threads,
+        device=configuration.engine_device,
     )
     async with open_unwrapping_nursery() as nursery:
         engine, _ = await start_reference(nursery, model, settings, backbone.locations.runtime)

@@ -34,6 +34,7 @@ from kvasir_proto.messages.engine import (
     LoadShard,
     LoadTrunk,
     LogitsEvaluated,
+    RpcServer,
     SessionEnded,
     SetFence,
     SetLease,
@@ -70,6 +71,7 @@ class RunSettings:
     n_threads: int = 1
     kv_type: str = "f16"
     compact_activations: bool = False
+    device: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +103,23 @@ def _digest_for(key: Ed25519PrivateKey) -> SwarmDigest:
 
 
 async def start_reference(
-    nursery: trio.Nursery, model: StoredModel, settings: RunSettings, directory: Path
+    nursery: trio.Nursery,
+    model: StoredModel,
+    settings: RunSettings,
+    directory: Path,
+    *,
+    rpc: RpcServer | None = None,
 ) -> tuple[Engine, TrunkLoaded]:
-    """The single-process run: one engine, plain llama.cpp, the whole model, no hook."""
+    """The single-process run: one engine, plain llama.cpp, the whole model, no hook.
+
+    With ``rpc``, llama.cpp has its routed experts computed by that server of its own.
+    """
     key = Ed25519PrivateKey.generate()
     path = await trio.to_thread.run_sync(model.reference_path)
     engine = await start_engine(
         nursery, "backbone", node_key=key, swarm_digest=_digest_for(key), generation=1, directory=directory
     )
-    trunk = await _load_trunk(engine, model, path, settings, hooked=False)
+    trunk = await _load_trunk(engine, model, path, settings, hooked=False, rpc=rpc)
     await _grant_lease(engine)
     return engine, trunk
 
@@ -167,11 +177,15 @@ async def start_local_swarm(
 
 
 async def evaluate_logits(
-    engine: Engine, token_ids: tuple[int, ...], chunk_sizes: tuple[int, ...], output_path: Path
+    engine: Engine,
+    token_ids: tuple[int, ...],
+    chunk_sizes: tuple[int, ...],
+    output_path: Path,
+    timeout_s: float = EVALUATE_TIMEOUT_S,
 ) -> LogitsEvaluated:
     """Run the tokens through in these chunks; the logits of every position end up in ``output_path``."""
     request = EvaluateLogits(engine.next_request(), token_ids, chunk_sizes, str(output_path))
-    return await engine.exchange(request, LogitsEvaluated, EVALUATE_TIMEOUT_S)
+    return await engine.exchange(request, LogitsEvaluated, timeout_s)
 
 
 async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Sampling) -> Generation:
@@ -203,7 +217,13 @@ async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Samp
 
 
 async def _load_trunk(
-    engine: Engine, model: StoredModel, path: Path, settings: RunSettings, *, hooked: bool
+    engine: Engine,
+    model: StoredModel,
+    path: Path,
+    settings: RunSettings,
+    *,
+    hooked: bool,
+    rpc: RpcServer | None = None,
 ) -> TrunkLoaded:
     request = LoadTrunk(
         request=engine.next_request(),
@@ -215,6 +235,8 @@ async def _load_trunk(
         hooked=hooked,
         kv_type="f32" if settings.kv_type == "f32" else "f16",
         compact_activations=settings.compact_activations,
+        device=settings.device,
+        rpc=rpc,
     )
     return await load_trunk(engine, request)
 

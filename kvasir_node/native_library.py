@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
@@ -142,8 +143,44 @@ class NativeLibrary:
         return _text(self._kernel_error, kernel)
 
 
+class GgmlLibrary:
+    """The few functions of ggml itself that tell of its devices. Addresses are integers, never None for 0."""
+
+    def __init__(self, base: ctypes.CDLL, cpu: ctypes.CDLL, registry: ctypes.CDLL) -> None:
+        self.device_count: Callable[[], int] = _named(registry, "ggml_backend_dev_count", c_size_t)
+        self.device_at: Callable[[int], int] = _named(registry, "ggml_backend_dev_get", c_void_p, c_size_t)
+        self.device_kind: Callable[[int], int] = _named(base, "ggml_backend_dev_type", c_int32, c_void_p)
+        self.cpu_buffer_type: Callable[[], int] = _named(cpu, "ggml_backend_cpu_buffer_type", c_void_p)
+        self.device_of_registry: Callable[[int, int], int] = _named(
+            base, "ggml_backend_reg_dev_get", c_void_p, c_void_p, c_size_t
+        )
+        self._device_name = _named(base, "ggml_backend_dev_name", c_char_p, c_void_p)
+        self._device_description = _named(base, "ggml_backend_dev_description", c_char_p, c_void_p)
+        self._device_memory = _named(
+            base, "ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t)
+        )
+
+    def device_name(self, device: int) -> str:
+        """What llama.cpp's options call the device: `CPU`, `CUDA0`, `Vulkan0`, ..."""
+        return cast("bytes", self._device_name(device)).decode(errors="replace")
+
+    def device_description(self, device: int) -> str:
+        """The device as its driver calls it."""
+        return cast("bytes", self._device_description(device)).decode(errors="replace")
+
+    def device_memory(self, device: int) -> tuple[int, int]:
+        """(free, total) memory in bytes, as the driver tells; 0 where it does not."""
+        free, total = c_size_t(), c_size_t()
+        self._device_memory(device, ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    function = library[f"kvasir_{name}"]
+    return _named(library, f"kvasir_{name}", result, *arguments)
+
+
+def _named(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function = library[name]
     function.restype = result
     function.argtypes = arguments
     return cast("Callable[..., Any]", function)
@@ -181,6 +218,17 @@ def load() -> NativeLibrary:
     native = NativeLibrary(library)
     _require_one_ggml(_function(library, "native_count_ggml", c_int32)())
     return native
+
+
+@cache
+def load_ggml() -> GgmlLibrary:
+    """The process's ggml, proved first. Raises `IncompatibleVersion`."""
+    load()
+    # RTLD_NOLOAD finds what is loaded and brings in no second copy.
+    base, cpu, registry = (
+        ctypes.CDLL(name.decode(), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for name in _LIBRARY_NAMES[sys.platform]
+    )
+    return GgmlLibrary(base, cpu, registry)
 
 
 def self_check() -> None:

@@ -85,6 +85,7 @@ _RESTART_DELAY_FIRST_S: Final = 1.0
 _RESTART_DELAY_MAX_S: Final = 60.0
 _ERROR_OF_EXIT_CODE: Final[dict[int, type[KvasirError]]] = {
     PortInUse.exit_code: PortInUse,
+    ConfigurationInvalid.exit_code: ConfigurationInvalid,
     ModelUnusable.exit_code: ModelUnusable,
     IncompatibleVersion.exit_code: IncompatibleVersion,
 }
@@ -113,8 +114,8 @@ async def keep_running(
     """Call ``run_once`` again and again, with patience, as each engine's life ends in an error of ours.
 
     What makes a first start pointless (another ggml, a port that is taken, a damaged model, a home that
-    cannot be written) is raised: the user is there to read it. The same trouble later is waited out like any
-    other.
+    cannot be written, a device that is not there) is raised: the user is there to read it. The same trouble
+    later is waited out like any other.
     """
     failures = 0
     first = True

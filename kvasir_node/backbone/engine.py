@@ -23,8 +23,9 @@ import numpy as np
 from kvasir_node.backbone.dispatcher import Dispatcher
 from kvasir_node.backbone.holder import open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
+from kvasir_node.backbone.rpc_experts import RpcExperts
 from kvasir_node.backbone.session import EmittedToken, SessionOutcome, check_deadline, run_session
-from kvasir_node.backbone.trunk import Trunk, TrunkSettings
+from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
@@ -172,15 +173,21 @@ class BackboneEngine:
         try:
             if self._trunk is not None:
                 raise LocalProtocolError("an engine loads one trunk in its life")
+            if message.hooked and message.rpc is not None:
+                raise LocalProtocolError("a hooked trunk has no use for an RPC server")
             manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
             settings = TrunkSettings(
                 n_ctx=message.n_ctx,
                 n_ubatch=message.n_ubatch,
                 n_threads=message.threads,
                 kv_type=message.kv_type,
+                device=message.device,
             )
+            experts: ExpertSource | None = None
+            if message.rpc is not None:
+                experts = RpcExperts(Path(message.rpc.library_path), message.rpc.host, message.rpc.port)
             if message.hooked:
-                hook = ExpertHook(self._on_layer)
+                experts = hook = ExpertHook(self._on_layer)
                 dispatcher = Dispatcher(
                     load_native_library(),
                     manifest,
@@ -188,7 +195,7 @@ class BackboneEngine:
                     on_holder_lost=self._on_holder_lost,
                     compact_activations=message.compact_activations,
                 )
-            trunk = Trunk(Path(message.backbone_path), settings, hook)
+            trunk = Trunk(Path(message.backbone_path), settings, experts)
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:
             if hook is not None:
                 hook.close()
@@ -400,6 +407,7 @@ class BackboneEngine:
             "hook_calls": self._hook_calls(),
             "experts_missing_total": self._hook.rows_unfilled_total if self._hook is not None else 0,
             "jobs_waiting": self._jobs.qsize(),
+            "trunk_device": self._trunk.device_name if self._trunk is not None else "",
         }
         if self._dispatcher is not None:
             values["dispatch"] = dataclasses.asdict(self._dispatcher.statistics())

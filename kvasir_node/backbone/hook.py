@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, overload
+from typing import Any, overload
 
+from kvasir_node.backbone.tensor_placement import place_tensors
 from kvasir_node.native_library import (
     LAYER_ABORTED,
     LAYER_DONE,
@@ -22,12 +23,7 @@ from kvasir_node.native_library import (
     load,
 )
 from kvasir_proto.errors import EngineFailed, LocalProtocolError
-from kvasir_proto.manifest import EXPERT_TENSOR
 from kvasir_proto.program import ExpertProgram, program_of_flat
-
-# llama.cpp searches for it anywhere in a name, so it says where a name begins and ends.
-_EXPERT_PATTERN: Final = f"^{EXPERT_TENSOR.pattern}$".encode()
-_LOAD_MODE_NONE: Final = 0
 
 
 class DecodeAborted(Exception):
@@ -66,12 +62,6 @@ class LayerCall(ctypes.Structure):
     x_address: int
     ids_address: int
     out_address: int
-
-
-class _TensorBufferOverride(ctypes.Structure):
-    """llama_model_tensor_buft_override."""
-
-    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 class _ProgramTable(Sequence[ExpertProgram]):
@@ -123,24 +113,19 @@ class ExpertHook:
             raise EngineFailed("the hook could not be created")
         self.programs = _ProgramTable(self._native, self._handle)
 
-    def attach(self, model_params: Any) -> None:
+    def attach(self, model_params: Any, trunk_device: int | None = None) -> None:
         """Change a `llama_cpp.llama_model_params` so that the model loaded with it uses this hook.
 
-        Routed experts get the hook's buffer type; no GPU layer, no repacked weights, no mmap. The hook must
-        outlive the model.
+        Routed experts get the hook's buffer type, everything else stays with the processor or goes to
+        ``trunk_device``, a ggml device's address. The hook must outlive the model.
         """
         handle = self._handle()
-        devices = (ctypes.c_void_p * 2)(self._native.hook_device(handle), None)
-        overrides = (_TensorBufferOverride * 2)(
-            _TensorBufferOverride(_EXPERT_PATTERN, self._native.hook_buffer_type(handle)),
-            _TensorBufferOverride(None, None),
+        self._kept += place_tensors(
+            model_params,
+            trunk_device=trunk_device,
+            other_devices=(self._native.hook_device(handle),),
+            expert_buffer_type=self._native.hook_buffer_type(handle),
         )
-        self._kept += [devices, overrides]
-        model_params.devices = ctypes.addressof(devices)
-        model_params.tensor_buft_overrides = ctypes.addressof(overrides)
-        model_params.n_gpu_layers = 0
-        model_params.load_mode = _LOAD_MODE_NONE
-        model_params.use_extra_bufts = False
 
     @property
     def calls(self) -> int:

@@ -3,7 +3,8 @@
 One `Trunk` is one llama.cpp model with one context. With an `ExpertHook` it runs on a backbone file and the
 hook supplies every MoE layer's expert rows; without one it is the single-process reference that the swarm is
 measured against. Both are built by the same code with the same settings, because exactness holds only then
-(DESIGN section 5): no extra buffer types, no mmap, explicit flash attention, explicit thread counts.
+(DESIGN section 5): no extra buffer types, no mmap, explicit flash attention, explicit thread counts. On a
+graphics processor the reference keeps its routed experts with the processor, whose kernels the workers use.
 llama.cpp only ever opens files that Kvasir wrote.
 """
 
@@ -13,16 +14,16 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.backbone.tensor_placement import place_tensors
+from kvasir_node.ggml_devices import NO_DEVICE, trunk_device
+from kvasir_node.native_library import load_ggml
 from kvasir_proto.errors import EngineFailed, ModelUnusable, UsageError
-
-if TYPE_CHECKING:
-    from kvasir_node.backbone.hook import ExpertHook
 
 _KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}
 _PIECE_BYTES_MAX = 512
@@ -36,25 +37,44 @@ class TrunkSettings:
     n_ubatch: int
     n_threads: int
     kv_type: str = "f16"
+    device: str = NO_DEVICE
+    """Where everything but the routed experts is computed: `ggml_devices.choose_device` reads it."""
+
+
+class ExpertSource(Protocol):
+    """Who computes the routed experts in llama.cpp's place."""
+
+    def attach(self, model_params: Any, trunk_device: int | None) -> None:
+        """Change a `llama_cpp.llama_model_params` so that the model loaded with it asks this source."""
+
+    def take_failure(self) -> BaseException | None:
+        """Why this thread's last decode failed, once; None when the source had no part in it."""
 
 
 class DecodeFailed(EngineFailed):
-    """llama_decode returned an error and the hook had none to blame; `Trunk.position` says what is left."""
+    """llama_decode failed and the experts' source had none to blame; `Trunk.position` says what is left."""
 
 
 class Trunk:
     """A loaded model with one context and one sequence. Not thread-safe: one thread drives it."""
 
-    def __init__(self, path: Path, settings: TrunkSettings, hook: ExpertHook | None) -> None:
-        """Load ``path``. Raises `ModelUnusable` when llama.cpp refuses the file or the context."""
-        self._hook = hook
+    def __init__(self, path: Path, settings: TrunkSettings, experts: ExpertSource | None) -> None:
+        """Load ``path``; without ``experts`` llama.cpp computes the whole model.
+
+        Raises `ModelUnusable` when llama.cpp refuses the file or the context, `ConfigurationInvalid` when the
+        device is not there.
+        """
+        self._experts = experts
         self.settings = settings
+        device = trunk_device(settings.device)
+        self.device_name = NO_DEVICE if device is None else device.name
+        address = None if device is None else device.address
         parameters = llama_cpp.llama_model_default_params()
-        parameters.n_gpu_layers = 0
-        parameters.use_extra_bufts = False
-        parameters.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
-        if hook is not None:
-            hook.attach(parameters)
+        if experts is not None:
+            experts.attach(parameters, address)
+        else:
+            on_processor = None if device is None else load_ggml().cpu_buffer_type()
+            self._kept = place_tensors(parameters, trunk_device=address, expert_buffer_type=on_processor)
         self._model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise ModelUnusable(f"llama.cpp could not load {path.name}")
@@ -69,6 +89,8 @@ class Trunk:
         context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         context.type_k = context.type_v = _KV_TYPES[settings.kv_type]
         context.no_perf = True
+        # Or a graphics processor is lent the processor's experts for large batches, weights and all.
+        context.op_offload = False
         self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
             llama_cpp.llama_model_free(self._model)
@@ -101,7 +123,7 @@ class Trunk:
         """Append ``tokens`` to the sequence in one llama_decode.
 
         Logits are kept for the last token, for all with ``all_logits``, for none with ``no_logits``. Raises
-        what the hook's callback raised, or `DecodeFailed`; then the ubatch that failed has left no trace,
+        what the experts' source raised, or `DecodeFailed`; then the ubatch that failed has left no trace,
         `position` says where the sequence stands, and the tokens from there may be sent again. A model with
         recurrent states cannot go back: there the whole sequence is forgotten and `position` is 0, so what
         can be retried has to be retried before llama_decode returns.
@@ -127,7 +149,7 @@ class Trunk:
             self._position += len(tokens)
             return
         self._recover()
-        failure = self._hook.take_failure() if self._hook is not None else None
+        failure = self._experts.take_failure() if self._experts is not None else None
         if failure is not None:
             raise failure
         raise DecodeFailed(f"llama_decode failed with status {status}")

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 REFERENCE = "reference"
 ONE_WORKER = "1 worker"
 TWO_WORKERS = "2 workers"
-MODES = (REFERENCE, ONE_WORKER, TWO_WORKERS)
+RPC = "llama.cpp RPC"
+SWARM_MODES = (ONE_WORKER, TWO_WORKERS)
+MODES = (REFERENCE, *SWARM_MODES)
+"""What every benchmark runs; `RPC` is a further mode where there is a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Sample:
     """One mode in one round.
 
     `decode_ns` has the time of each single-token decode, `prefill_ns` that of the prompt of
-    `n_prefill` tokens in one decode. CPU times are what the processes used over all the single-token decodes.
+    `n_prefill` tokens in one decode. CPU times and bytes are those of all the single-token decodes; bytes are
+    what the dispatcher counted, frames without TLS, and 0 where there is no dispatcher.
     """
 
     decode_ns: tuple[int, ...]
@@ -31,6 +35,8 @@ class Sample:
     n_prefill: int
     backbone_cpu_ns: int
     workers_cpu_ns: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
     @property
     def token_ns(self) -> float:
@@ -51,6 +57,16 @@ class Sample:
     def cpu_ms(self) -> float:
         """Milliseconds of CPU time a token in all processes together."""
         return self.backbone_cpu_ms + self.workers_cpu_ms
+
+    @property
+    def sent_bytes_per_token(self) -> float:
+        """Bytes of frames from the backbone to its workers for each token."""
+        return self.sent_bytes / len(self.decode_ns)
+
+    @property
+    def received_bytes_per_token(self) -> float:
+        """Bytes of frames from the workers to their backbone for each token."""
+        return self.received_bytes / len(self.decode_ns)
 
 
 Round = Mapping[str, Sample]
@@ -73,14 +89,14 @@ def median_in(rounds: Sequence[Round], mode: str, figure: Callable[[Sample], flo
     return median_of(rounds, lambda each: figure(each[mode]))
 
 
-def decode_ratio(rounds: Sequence[Round], mode: str) -> float:
-    """Decoded tokens a second of `mode`, divided by those of the reference."""
-    return median_of(rounds, lambda each: each[REFERENCE].token_ns / each[mode].token_ns)
+def decode_ratio(rounds: Sequence[Round], mode: str, base: str = REFERENCE) -> float:
+    """Decoded tokens a second of `mode`, divided by those of `base`."""
+    return median_of(rounds, lambda each: each[base].token_ns / each[mode].token_ns)
 
 
-def prefill_ratio(rounds: Sequence[Round], mode: str) -> float:
-    """Prompt tokens a second of `mode`, divided by those of the reference."""
-    return median_of(rounds, lambda each: each[REFERENCE].prefill_ns / each[mode].prefill_ns)
+def prefill_ratio(rounds: Sequence[Round], mode: str, base: str = REFERENCE) -> float:
+    """Prompt tokens a second of `mode`, divided by those of `base`."""
+    return median_of(rounds, lambda each: each[base].prefill_ns / each[mode].prefill_ns)
 
 
 def layer_overhead_us(rounds: Sequence[Round], mode: str, n_moe_layer: int) -> float:

@@ -74,6 +74,16 @@ def measure() -> None:
     is_flag=True,
     help="Send activations in Q8_0 where the weights round them so anyway.",
 )
+@click.option(
+    "--device",
+    default="none",
+    show_default=True,
+    help="Where the backbone computes all but routed experts: none, auto, or a device that 'doctor' lists.",
+)
+@click.option(
+    "--reference-device",
+    help="The same for the single process, whose routed experts stay with the processor. Default: --device.",
+)
 @click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
 @json_option
 @click.pass_obj
@@ -91,6 +101,8 @@ def logits(
     chunks: str | None,
     kv_type: str,
     compact_activations: bool,
+    device: str,
+    reference_device: str | None,
     require_exact: bool,
     as_json: bool,
 ) -> None:
@@ -120,6 +132,8 @@ def logits(
         n_ubatch=ubatch,
         kv_type=kv_type,
         compact_activations=compact_activations,
+        device=device,
+        reference_device=device if reference_device is None else reference_device,
     )
     with working_directory(session.locations) as directory:
         measured = trio.run(measure_logits, stored, settings, directory, note)
@@ -194,6 +208,8 @@ def _document(
         "ubatch": settings.n_ubatch,
         "kv_type": settings.kv_type,
         "compact_activations": settings.compact_activations,
+        "device": measured.device,
+        "reference_device": measured.reference_device,
         "processes": [dataclasses.asdict(each) for each in measured.processes],
         "model": file_report(stored),
     }
@@ -227,6 +243,7 @@ def _print_report(settings: LogitsSettings, measured: LogitsMeasurement) -> None
         ("Bytes a token to holders", f"{measured.bytes_to_holders / compared.positions:.0f}"),
         ("Bytes a token from holders", f"{measured.bytes_from_holders / compared.positions:.0f}"),
         ("Experts' bytes in the backbone's file", f"{measured.backbone_expert_bytes}"),
+        ("Trunk on", f"{measured.device}, single process's on {measured.reference_device}"),
         ("Workers, holders of each expert", f"{settings.n_workers}, {settings.holders}"),
     ]
     print_table(("STATISTIC", "VALUE"), rows)

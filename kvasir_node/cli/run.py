@@ -16,6 +16,7 @@ from kvasir_node.cli.session import CommandSession
 @click.option("--workers-min", type=int, help="Workers to wait for before the first plan (backbone only).")
 @click.option("--holders", type=int, help="Workers that hold each expert (backbone only).")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
+@click.option("--device", help="A GPU for all but the routed experts: its name, or auto (backbone only).")
 @click.option("--model", help="The swarm's model where this home does not know it yet: a GGUF file.")
 @click.option(
     "--stop-on-eof",
@@ -32,6 +33,7 @@ def run(
     workers_min: int | None,
     holders: int | None,
     threads: int | None,
+    device: str | None,
     model: str | None,
     stop_on_eof: bool,
 ) -> None:
@@ -48,6 +50,7 @@ def run(
         swarm_workers_min=workers_min,
         swarm_holders=holders,
         engine_threads=threads,
+        engine_device=device,
         model=model,
     )
     # libp2p takes half a second to import: only now, when it is sure that the arguments are good.

@@ -106,6 +106,7 @@ class BackboneSettings:
     n_ctx: int
     n_ubatch: int
     n_threads: int
+    device: str
 
 
 @dataclass(slots=True)
@@ -405,6 +406,8 @@ class BackboneDuty:
                     hooked=True,
                     kv_type="f16",
                     compact_activations=self._founding.swarm.manifest.compact_activations,
+                    device=self._settings.device,
+                    rpc=None,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine

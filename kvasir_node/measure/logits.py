@@ -8,6 +8,7 @@ caller's question.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -34,7 +35,11 @@ _CONTEXT_STEP: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class LogitsSettings:
-    """What is run. `chunk_sizes` are the tokens of each decode; they add up to the number of tokens."""
+    """What is run. `chunk_sizes` are the tokens of each decode; they add up to the number of tokens.
+
+    `device` is where the backbone computes all but routed experts, `reference_device` the same for the single
+    process, whose routed experts stay with the processor.
+    """
 
     token_ids: tuple[int, ...]
     chunk_sizes: tuple[int, ...]
@@ -44,6 +49,8 @@ class LogitsSettings:
     n_ubatch: int = 512
     kv_type: str = "f16"
     compact_activations: bool = False
+    device: str = "none"
+    reference_device: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class LogitsMeasurement:
     """The comparison, and what the swarm did for it. `ubatches` is how many llama.cpp made of the chunks.
 
     Bytes are those of frames, without what TLS and TCP add.
+    The devices are those that the trunks were really on.
     """
 
     comparison: LogitsComparison
@@ -71,6 +79,8 @@ class LogitsMeasurement:
     bytes_from_holders: int
     experts_missing_total: int
     backbone_expert_bytes: int
+    reference_device: str
+    device: str
     processes: tuple[EngineSeen, ...]
 
 
@@ -135,17 +145,20 @@ async def measure_logits(
         n_threads=settings.n_threads,
         kv_type=settings.kv_type,
         compact_activations=settings.compact_activations,
+        device=settings.device,
     )
+    reference_settings = dataclasses.replace(run_settings, device=settings.reference_device)
     base_path, run_path = directory / "reference.npy", directory / "swarm.npy"
     async with open_unwrapping_nursery() as nursery:
         say("the single process loads the whole model")
-        reference, trunk = await start_reference(nursery, model, run_settings, directory)
+        reference, trunk = await start_reference(nursery, model, reference_settings, directory)
         outside = [token for token in settings.token_ids if token >= trunk.n_vocab]
         if outside:
             raise UsageError(f"token id {outside[0]} is outside the vocabulary of {trunk.n_vocab}")
         require_space(directory, n_tokens, trunk.n_vocab)
         say(f"the single process computes {n_tokens} positions")
         await evaluate_logits(reference, settings.token_ids, settings.chunk_sizes, base_path)
+        reference_device = json.loads(await reference.statistics_json())["trunk_device"]
         await reference.close()
     async with open_unwrapping_nursery() as nursery:
         say(f"a backbone and {settings.n_workers} worker(s) load their parts")
@@ -178,6 +191,8 @@ async def measure_logits(
         bytes_from_holders=int(statistics["dispatch"]["bytes_received"]),
         experts_missing_total=int(statistics["experts_missing_total"]),
         backbone_expert_bytes=await trio.to_thread.run_sync(expert_bytes_of, model.backbone_path),
+        reference_device=str(reference_device),
+        device=str(statistics["trunk_device"]),
         processes=tuple(processes),
     )
 

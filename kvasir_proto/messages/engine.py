@@ -205,10 +205,21 @@ class DiallerExpected:
 
 
 @dataclass(frozen=True, slots=True)
+class RpcServer:
+    """Where llama.cpp's own RPC server listens, and the client library that was built with it."""
+
+    library_path: FilePath
+    host: Host
+    port: Port
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTrunk:
     """Load the backbone file. `hooked` is false for a plain run of a whole model, to compare with.
 
     With `compact_activations` rows travel to holders in the smallest wire type that changes no result.
+    `device` is where everything but the routed experts is computed: `none`, `auto`, or a ggml device's name.
+    With `rpc`, which goes with a plain run only, llama.cpp computes the routed experts on its RPC server.
     """
 
     kind: ClassVar[str] = "load_trunk"
@@ -221,6 +232,8 @@ class LoadTrunk:
     hooked: bool
     kv_type: Literal["f16", "f32"]
     compact_activations: bool
+    device: Word
+    rpc: RpcServer | None
 
 
 @dataclass(frozen=True, slots=True)

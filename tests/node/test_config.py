@@ -30,6 +30,7 @@ holders = 2
 threads = 4
 context_tokens = 8192
 ubatch_tokens = 256
+device = "Vulkan0"
 """
 
 
@@ -55,6 +56,7 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert (configuration.swarm_workers_min, configuration.swarm_holders) == (3, 2)
     assert configuration.engine_threads == 4
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
+    assert configuration.engine_device == "Vulkan0"
     assert configuration.model == "demo"
     assert {str(setting.origin) for setting in configuration.settings()} == {f"file {file}"}
 
@@ -93,6 +95,9 @@ def test_a_variable_sets_every_key(tmp_path: Path) -> None:
         ("[listen]\nhost = 'localhost'", ["listen.host", "IP address"]),
         ("[listen]\nhost = 7", ["listen.host"]),
         ("[engine]\nthreads = 0", ["engine.threads"]),
+        ("[engine]\ndevice = ''", ["engine.device", "doctor"]),
+        ("[engine]\ndevice = 'CUDA0,CUDA1'", ["engine.device", "one device"]),
+        ("[engine]\ndevice = 0", ["engine.device"]),
         ("[swarm]\nbootstrap = ['/ip4/127.0.0.1/tcp/4001']", ["swarm.bootstrap", "/p2p/"]),
         ("[swarm]\nbootstrap = [1]", ["swarm.bootstrap"]),
         ("[swarm]\nbootstrap = 1", ["swarm.bootstrap"]),

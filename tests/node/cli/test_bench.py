@@ -32,4 +32,4 @@ def test_without_memory_for_three_copies_no_process_is_started(
     monkeypatch.setattr(bench, "memory_bytes", lambda _: 3 * model.stat().st_size - 1)
     status = main(["--home", str(tmp_path / "home"), "bench", "--model", str(model), "--json"])
     assert status == EngineFailed.exit_code
-    assert "three copies" in capsys.readouterr().err
+    assert "3 copies" in capsys.readouterr().err

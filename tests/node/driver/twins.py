@@ -428,7 +428,15 @@ class TwinFounder(TwinNode):
         super().__init__(world, key)
         self.founding = founding
         self.settings = BackboneSettings(
-            **{"workers_min": 1, "holders": None, "n_ctx": 64, "n_ubatch": 32, "n_threads": 1} | settings
+            **{
+                "workers_min": 1,
+                "holders": None,
+                "n_ctx": 64,
+                "n_ubatch": 32,
+                "n_threads": 1,
+                "device": "none",
+            }
+            | settings
         )
 
     def _swarm_digest(self) -> SwarmDigest:
