@@ -64,6 +64,12 @@ def list_devices() -> tuple[GgmlDevice, ...]:
     return tuple(devices)
 
 
+def list_backends() -> tuple[str, ...]:
+    """The names of the backends that ggml was built with, with or without a device here."""
+    ggml = load_ggml()
+    return tuple(ggml.backend_name(ggml.backend_at(index)) for index in range(ggml.backend_count()))
+
+
 def choose_device(wanted: str, devices: Sequence[GgmlDevice]) -> GgmlDevice | None:
     """The device that ``wanted`` means: `none`, `auto`, or a device's name; None is the processor alone.
 
@@ -80,7 +86,8 @@ def choose_device(wanted: str, devices: Sequence[GgmlDevice]) -> GgmlDevice | No
     if chosen is None:
         there = ", ".join(each.name for each in fit) or "no graphics processor"
         raise ConfigurationInvalid(
-            f"engine.device is {wanted!r}, and the installed llama.cpp has {there}: see 'kvasir-node doctor'"
+            f"the trunk cannot be put on {wanted!r}: the installed llama.cpp has {there} (see 'kvasir-node "
+            "doctor')"
         )
     return chosen
 

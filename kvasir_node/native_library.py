@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any, Final, cast
 
@@ -147,6 +147,9 @@ class GgmlLibrary:
     """The few functions of ggml itself that tell of its devices. Addresses are integers, never None for 0."""
 
     def __init__(self, base: ctypes.CDLL, cpu: ctypes.CDLL, registry: ctypes.CDLL) -> None:
+        self.backend_count: Callable[[], int] = _named(registry, "ggml_backend_reg_count", c_size_t)
+        self.backend_at: Callable[[int], int] = _named(registry, "ggml_backend_reg_get", c_void_p, c_size_t)
+        self._backend_name = _named(base, "ggml_backend_reg_name", c_char_p, c_void_p)
         self.device_count: Callable[[], int] = _named(registry, "ggml_backend_dev_count", c_size_t)
         self.device_at: Callable[[int], int] = _named(registry, "ggml_backend_dev_get", c_void_p, c_size_t)
         self.device_kind: Callable[[int], int] = _named(base, "ggml_backend_dev_type", c_int32, c_void_p)
@@ -159,6 +162,10 @@ class GgmlLibrary:
         self._device_memory = _named(
             base, "ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t)
         )
+
+    def backend_name(self, backend: int) -> str:
+        """What ggml calls the backend: `CPU`, `CUDA`, `ROCm`, `Vulkan`, `MTL`, ..."""
+        return cast("bytes", self._backend_name(backend)).decode(errors="replace")
 
     def device_name(self, device: int) -> str:
         """What llama.cpp's options call the device: `CPU`, `CUDA0`, `Vulkan0`, ..."""
@@ -218,6 +225,32 @@ def load() -> NativeLibrary:
     native = NativeLibrary(library)
     _require_one_ggml(_function(library, "native_count_ggml", c_int32)())
     return native
+
+
+class RpcClient:
+    """The client library of llama.cpp's RPC backend. Where anything goes wrong it ends the process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.add_server: Callable[[bytes], int | None] = _named(
+            library, "ggml_backend_rpc_add_server", c_void_p, c_char_p
+        )
+        self.buffer_type: Callable[[bytes, int], int] = _named(
+            library, "ggml_backend_rpc_buffer_type", c_void_p, c_char_p, c_uint32
+        )
+
+
+def load_rpc_client(path: str) -> RpcClient:
+    """Load llama.cpp's RPC client into the process's ggml. Raises `IncompatibleVersion`.
+
+    It finds the ggml that is there by the name it was linked to; one linked to another brings a second copy.
+    """
+    load()
+    try:
+        client = RpcClient(ctypes.CDLL(path))
+    except (OSError, AttributeError) as error:
+        raise IncompatibleVersion(f"llama.cpp's RPC client library does not fit: {error}") from None
+    self_check()
+    return client
 
 
 @cache

@@ -8,13 +8,12 @@ never loads it.
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
 from kvasir_node.backbone.tensor_placement import place_tensors
-from kvasir_node.native_library import load_ggml, self_check
-from kvasir_proto.errors import EngineFailed, IncompatibleVersion
+from kvasir_node.native_library import load_ggml, load_rpc_client
+from kvasir_proto.errors import EngineFailed
 
 
 class RpcExperts:
@@ -26,27 +25,13 @@ class RpcExperts:
         llama.cpp's client ends the process when the server cannot be reached.
         """
         self._kept: list[Any] = []
-        ggml = load_ggml()
-        try:
-            library = ctypes.CDLL(str(library_path))
-            add_server, buffer_type = (
-                library.ggml_backend_rpc_add_server,
-                library.ggml_backend_rpc_buffer_type,
-            )
-        except (OSError, AttributeError) as error:
-            raise IncompatibleVersion(
-                f"{library_path.name} is no RPC library for this ggml: {error}"
-            ) from None
-        self_check()  # it may have brought a second ggml along
-        add_server.restype = buffer_type.restype = ctypes.c_void_p
-        add_server.argtypes = (ctypes.c_char_p,)
-        buffer_type.argtypes = (ctypes.c_char_p, ctypes.c_uint32)
+        client = load_rpc_client(str(library_path))
         endpoint = f"{host}:{port}".encode()
-        registry = add_server(endpoint)
+        registry = client.add_server(endpoint)
         if not registry:
             raise EngineFailed("llama.cpp's RPC server offers no device")
-        self._device = ggml.device_of_registry(registry, 0)
-        self._buffer_type: int = buffer_type(endpoint, 0)
+        self._device = load_ggml().device_of_registry(registry, 0)
+        self._buffer_type = client.buffer_type(endpoint, 0)
 
     def attach(self, model_params: Any, trunk_device: int | None) -> None:
         """Place the routed experts in the server's memory, everything else as without it."""

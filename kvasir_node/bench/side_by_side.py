@@ -92,7 +92,7 @@ class BenchRun:
 
 
 @dataclass(frozen=True, slots=True)
-class RpcPeer:
+class RpcProgram:
     """llama.cpp's RPC server, a program, and the client library that goes with it."""
 
     server: Path
@@ -131,7 +131,7 @@ async def run_side_by_side(
     settings: BenchSettings,
     directory: Path,
     say: Callable[[str], None],
-    rpc: RpcPeer | None = None,
+    rpc: RpcProgram | None = None,
 ) -> BenchRun:
     """Start every engine, run the rounds, end the engines. ``directory`` is private to this user.
 

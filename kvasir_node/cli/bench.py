@@ -24,7 +24,7 @@ from kvasir_node.bench.rounds import (
     prefill_ratio,
 )
 from kvasir_node.bench.rpc_server import find_library, require_ggml_version
-from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcPeer, run_side_by_side
+from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, run_side_by_side
 from kvasir_node.bench.test_model import BENCH_SHAPE, size_bytes_of, write_test_model
 from kvasir_node.cli.measure import stored_model, working_directory
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
@@ -46,7 +46,10 @@ _QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit
 @click.option("--tokens", type=click.IntRange(1, 4096), help="Tokens decoded in a round. Default: 48.")
 @click.option("--quick", is_flag=True, help="Three short rounds: rougher figures.")
 @click.option(
-    "--peers", type=click.Choice(["rpc"]), help="Another way to the same: llama.cpp's RPC backend (rpc)."
+    "--peers",
+    "others",
+    type=click.Choice(["rpc"]),
+    help="Another way to the same: llama.cpp's RPC backend (rpc).",
 )
 @click.option("--rpc-server", type=click.Path(path_type=Path), help="With --peers rpc: its server program.")
 @click.option(
@@ -62,7 +65,7 @@ def bench(
     model: str | None,
     tokens: int | None,
     quick: bool,
-    peers: str | None,
+    others: str | None,
     rpc_server: Path | None,
     rpc_library: Path | None,
     as_json: bool,
@@ -74,7 +77,7 @@ def bench(
     logit differs.
     """
     session.configure()
-    rpc = _rpc_peer(peers, rpc_server, rpc_library)
+    rpc = _rpc_program(others, rpc_server, rpc_library)
     settings = _QUICK if quick else BenchSettings()
     settings = dataclasses.replace(
         settings, n_rounds=rounds or settings.n_rounds, n_decode=tokens or settings.n_decode
@@ -114,9 +117,9 @@ def _bench_model(locations: Locations) -> StoredModel:
     return stored_model(locations, str(path))
 
 
-def _rpc_peer(peers: str | None, server: Path | None, library: Path | None) -> RpcPeer | None:
+def _rpc_program(others: str | None, server: Path | None, library: Path | None) -> RpcProgram | None:
     """What `--peers rpc` names. Raises `UsageError`, or `IncompatibleVersion` for parts of another ggml."""
-    if peers is None:
+    if others is None:
         if server is not None or library is not None:
             raise UsageError("--rpc-server and --rpc-library go with --peers rpc")
         return None
@@ -126,7 +129,7 @@ def _rpc_peer(peers: str | None, server: Path | None, library: Path | None) -> R
     from kvasir_node import native_library
 
     require_ggml_version(found, native_library.load().ggml_version)
-    return RpcPeer(server.absolute(), found)
+    return RpcProgram(server.absolute(), found)
 
 
 def _require_memory(stored: StoredModel, n_copies: int) -> None:

@@ -14,10 +14,10 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import trio
@@ -31,6 +31,9 @@ from kvasir_node.locations import Locations
 from kvasir_node.model.store import SPARE_BYTES, ModelStore
 from kvasir_proto.errors import DaemonUnreachable, KvasirError, NotRunning
 
+if TYPE_CHECKING:
+    from kvasir_node.ggml_devices import GgmlDevice
+
 SCHEMA_VERSION: Final = 1
 MEMORY_BYTES_MIN: Final = 1 << 30
 """The demo's swarm and its single process take a good half of this."""
@@ -39,6 +42,16 @@ DISK_BYTES_MIN: Final = 256 << 20
 _YEAR_OF_RELEASE: Final = 2026
 _FAST_FEATURES: Final = {"x86_64": "avx2", "AMD64": "avx2", "aarch64": "asimddp", "arm64": "asimddp"}
 """What ggml's kernels need on each architecture to be several times faster than plain code."""
+
+
+_SIGNS_OF_HARDWARE: Final = {
+    "/dev/nvidiactl": ("an NVIDIA driver", frozenset({"CUDA", "Vulkan"})),
+    "/dev/kfd": ("an AMD compute driver", frozenset({"ROCm", "Vulkan"})),
+    "/dev/dri/renderD128": ("a graphics driver", frozenset({"CUDA", "ROCm", "SYCL", "Vulkan"})),
+}
+"""Files that a driver makes, and the ggml backends that could use what it drives."""
+
+_GPU_GUIDE: Final = "docs/how-to/gpu.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,7 @@ def run_checks(session: CommandSession) -> Iterator[Check]:
         yield Check("configuration", False, str(error), "mend what the sentence names")
         return
     yield Check("configuration", True, str(locations.config_file))
+    yield _guarded("devices", lambda: _devices(configuration.engine_device))
     yield _guarded("home", lambda: check_home(locations))
     yield _guarded("disk", lambda: check_disk(locations))
     daemon = _guarded("daemon", lambda: _daemon(locations))
@@ -137,6 +151,53 @@ def _ggml() -> Check:
 
 def _llama_cpp() -> Check:
     return Check("llama.cpp", True, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}")
+
+
+def _devices(wanted: str) -> Check:
+    from kvasir_node.engine.llama_log import capture_llama_log
+    from kvasir_node.ggml_devices import list_backends, list_devices
+
+    capture_llama_log()  # backends introduce themselves on standard error
+    signs = frozenset(each for each in _SIGNS_OF_HARDWARE if Path(each).exists())
+    return check_devices(wanted, list_devices(), list_backends(), signs)
+
+
+def check_devices(
+    wanted: str, devices: Sequence[GgmlDevice], backends: Sequence[str], signs: frozenset[str]
+) -> Check:
+    """What llama.cpp can compute on, where ``wanted`` puts a backbone's trunk, and why not elsewhere.
+
+    ``signs`` are the files of `_SIGNS_OF_HARDWARE` that are there. Wrong is only a device that is asked for
+    and missing; hardware that nothing uses is told, with what would change it.
+    """
+    from kvasir_node.ggml_devices import choose_device
+
+    remedies = []
+    try:
+        chosen = choose_device(wanted, devices)
+    except KvasirError as error:
+        return Check("devices", False, str(error), f"set engine.device to none, or see {_GPU_GUIDE}")
+    found = []
+    for device in devices:
+        text = f"{device.name} ({device.description})"
+        if device.can_hold_trunk:
+            text += ": the trunk's" if device is chosen else f": not used, engine.device is {wanted}"
+        found.append(text)
+    if any(each.can_hold_trunk for each in devices):
+        if chosen is None:
+            remedies.append("to use it set engine.device to auto, or to its name")
+    else:
+        idle = [each for each in backends if each not in {each.name for each in devices} and each != "CPU"]
+        found += [f"{each}: built in, and it finds no device" for each in idle]
+        for sign in sorted(signs):
+            what, usable_by = _SIGNS_OF_HARDWARE[sign]
+            if usable_by.isdisjoint(backends):
+                found.append(f"{what} is here, llama.cpp is built without {' or '.join(sorted(usable_by))}")
+        if idle:
+            remedies.append("check the driver and who may use it")
+        if len(found) > len(devices):
+            remedies.append(f"see {_GPU_GUIDE}")
+    return Check("devices", True, "; ".join(found), "; ".join(remedies))
 
 
 def check_cpu(machine: str, features: frozenset[str]) -> Check:

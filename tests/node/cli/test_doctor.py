@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvasir_node.cli import doctor, main
+from kvasir_node.ggml_devices import GgmlDevice
 from kvasir_node.locations import locate
 
 
@@ -31,7 +32,9 @@ def test_a_home_that_does_not_exist_is_fine_and_is_not_made(
     assert status == (1 if wrong else 0)
     assert checks["daemon"]["found"] == "not running"
     assert checks["ggml"]["ok"]
-    assert {"python", "native library", "cpu", "memory", "disk", "tls", "boot clock", "model"} <= set(checks)
+    assert {"python", "native library", "cpu", "memory", "disk", "tls", "boot clock", "devices"} <= set(
+        checks
+    )
 
 
 def test_a_readable_identity_is_found_and_stays_as_it_is(
@@ -104,6 +107,42 @@ def test_too_little_memory_is_a_finding_and_an_unknown_amount_is_not() -> None:
     assert doctor.check_memory(None).ok
     assert doctor.check_memory(doctor.MEMORY_BYTES_MIN).ok
     assert not doctor.check_memory(doctor.MEMORY_BYTES_MIN - 1).ok
+
+
+CPU = GgmlDevice("CPU", "some processor", "cpu", 0, 0, 1)
+BLAS = GgmlDevice("BLAS", "OpenBLAS", "accelerator", 0, 0, 2)
+CARD = GgmlDevice("CUDA0", "some card", "gpu", 1 << 30, 2 << 30, 3)
+
+
+@pytest.mark.parametrize(
+    "wanted, devices, backends, signs, ok, found, remedy",
+    [
+        ("none", [CPU], ["CPU"], set(), True, ["CPU (some processor)"], ""),
+        ("auto", [CPU, BLAS], ["CPU", "BLAS"], set(), True, ["BLAS (OpenBLAS)"], ""),
+        ("none", [CARD, CPU], ["CUDA", "CPU"], set(), True, ["CUDA0", "engine.device is none"], "auto"),
+        ("auto", [CARD, CPU], ["CUDA", "CPU"], set(), True, ["CUDA0 (some card): the trunk's"], ""),
+        ("cuda0", [CARD, CPU], ["CUDA", "CPU"], set(), True, ["the trunk's"], ""),
+        ("CUDA1", [CARD, CPU], ["CUDA", "CPU"], set(), False, ["CUDA1", "has CUDA0"], "gpu.md"),
+        ("CPU", [CPU], ["CPU"], set(), False, ["no graphics processor"], "engine.device"),
+        ("auto", [CPU], ["Vulkan", "CPU"], set(), True, ["Vulkan: built in", "no device"], "driver"),
+        ("none", [CPU], ["CPU"], {"/dev/kfd"}, True, ["AMD", "without ROCm or Vulkan"], "gpu.md"),
+        ("none", [CPU], ["CUDA", "CPU"], {"/dev/nvidiactl"}, True, ["CUDA: built in"], "driver"),
+    ],
+)
+def test_devices_are_named_with_why_one_is_not_used(
+    wanted: str,
+    devices: list[GgmlDevice],
+    backends: list[str],
+    signs: set[str],
+    ok: bool,
+    found: list[str],
+    remedy: str,
+) -> None:
+    check = doctor.check_devices(wanted, devices, backends, frozenset(signs))
+    assert check.ok is ok
+    assert all(each in check.found for each in found)
+    assert remedy in check.remedy
+    assert bool(check.remedy) is bool(remedy)
 
 
 @pytest.mark.parametrize("now_s, ok", [(0.0, False), (1.8e9, True), (float("nan"), False)])
