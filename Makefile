@@ -60,6 +60,7 @@ $(BIN)/python:
 # The stand-ins go first, so that pip finds libp2p's exact pins already met (README, "Why stand-ins?").
 # llama.cpp is compiled with two jobs, and only the libraries of it; pip keeps the wheel, so that the next environment of
 # this version of Python takes seconds.
+# Options for CMake make another wheel than the one that pip keeps (docs/how-to/gpu.md), so the cache is then left alone.
 # The stamp carries the time the installation began: what changes meanwhile is seen the next time.
 $(ENVIRONMENT): pyproject.toml deploy/constraints.txt $(STAND_INS) | $(BIN)/python
 	@command -v $${CXX:-c++} >/dev/null || { echo 'Kvasir needs a C++ compiler and found none: install g++ or clang.' >&2; exit 1; }
@@ -69,7 +70,7 @@ $(ENVIRONMENT): pyproject.toml deploy/constraints.txt $(STAND_INS) | $(BIN)/pyth
 	$(PIP) install --no-deps --force-reinstall deploy/stand-ins/fastecdsa deploy/stand-ins/trio-typing
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama.cpp_INCLUDE='$(CURDIR)/deploy/llama-cpp/library-only.cmake' $${CMAKE_ARGS:-}" \
 	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} \
-		$(PIP) install -c deploy/constraints.txt --group dev --editable .
+		$(PIP) install $${CMAKE_ARGS:+--no-cache-dir} -c deploy/constraints.txt --group dev --editable .
 	@mv $@.started $@
 
 # Rebuilds the native library alone, when it is what changed since the environment was made.

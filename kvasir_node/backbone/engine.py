@@ -89,6 +89,7 @@ class BackboneEngine:
         self._hook: ExpertHook | None = None
         self._dispatcher: Dispatcher | None = None
         self._trunk: Trunk | None = None
+        self._layers_ns = 0
         self._jobs: queue.Queue[_Job | None] = queue.Queue(JOBS_WAITING_MAX)
         self._cancellations: dict[SessionId, threading.Event] = {}
         self._decode_thread = threading.Thread(target=self._run_jobs, name="decode", daemon=True)
@@ -217,7 +218,9 @@ class BackboneEngine:
 
     def _on_layer(self, call: object) -> None:
         assert self._dispatcher is not None
+        started = time.monotonic_ns()
         self._dispatcher(call)  # type: ignore[arg-type]
+        self._layers_ns += time.monotonic_ns() - started
 
     def _on_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
         self._channel.send(HolderLost(node_id, code, as_sentence(reason)))
@@ -337,13 +340,15 @@ class BackboneEngine:
                 dtype=np.float32,
                 shape=(len(message.token_ids), trunk.n_vocab),
             )
-            chunk_ns = []
+            chunk_ns, layers_ns = [], []
             start = 0
             for size in message.chunk_sizes:
                 self._lease.check()
+                layers_before_ns = self._layers_ns
                 started = time.monotonic_ns()
                 trunk.decode(message.token_ids[start : start + size], all_logits=True)
                 chunk_ns.append(time.monotonic_ns() - started)
+                layers_ns.append(self._layers_ns - layers_before_ns)
                 for index in range(size):
                     logits[start + index] = trunk.logits(index)
                 start += size
@@ -358,6 +363,7 @@ class BackboneEngine:
                 self._hook_calls() - calls_before,
                 self._rows_retried() - retried_before,
                 tuple(chunk_ns),
+                tuple(layers_ns),
             )
         )
 

@@ -6,11 +6,17 @@ import os
 import platform
 import re
 import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 _MEMORY_INFO: Final = Path("/proc/meminfo")
+_ARRAY_BYTES: Final = 256 << 20
 
 
 def describe_machine() -> dict[str, object]:
@@ -44,6 +50,28 @@ def memory_bytes(field: str) -> int | None:
     """A line of /proc/meminfo (`MemTotal`, `MemAvailable`) in bytes; None where there is none."""
     match = re.search(rf"^{re.escape(field)}:\s*(\d+) kB$", _text_of(_MEMORY_INFO), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
+
+
+def read_bandwidth(seconds: float = 1.0) -> float:
+    """Bytes a second that all processors together read from memory: the best of what fits into ``seconds``.
+
+    Each has an array of its own, too large for any cache, and adds up the squares of its F32 numbers.
+    """
+    n_threads = len(os.sched_getaffinity(0))
+    arrays = [np.ones(_ARRAY_BYTES // 4, np.float32) for _ in range(n_threads)]
+    best = 0.0
+    with ThreadPoolExecutor(n_threads) as threads:
+        list(threads.map(_read, arrays))  # starts the threads, touches the pages
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends or best == 0.0:
+            started = time.perf_counter()
+            list(threads.map(_read, arrays))
+            best = max(best, n_threads * _ARRAY_BYTES / (time.perf_counter() - started))
+    return best
+
+
+def _read(array: npt.NDArray[np.float32]) -> float:
+    return float(np.dot(array, array))
 
 
 def _text_of(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +24,13 @@ from kvasir_node.bench.rounds import (
 )
 from kvasir_node.bench.rpc_server import find_library, require_ggml_version
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, run_side_by_side
-from kvasir_node.bench.test_model import BENCH_SHAPE, size_bytes_of, write_test_model
-from kvasir_node.cli.measure import stored_model, working_directory
+from kvasir_node.bench.test_model import BENCH_SHAPE
+from kvasir_node.cli.measure import random_model, stored_model, working_directory
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.locations import Locations
 from kvasir_node.model.report import file_report
-from kvasir_node.model.store import SPARE_BYTES, StoredModel
-from kvasir_proto.errors import EngineFailed, ModelUnusable, OutOfTolerance, UsageError
+from kvasir_node.model.store import StoredModel
+from kvasir_proto.errors import EngineFailed, OutOfTolerance, UsageError
 
 SCHEMA_VERSION: Final = 1
 _QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit_s=60.0)
@@ -82,7 +80,11 @@ def bench(
     settings = dataclasses.replace(
         settings, n_rounds=rounds or settings.n_rounds, n_decode=tokens or settings.n_decode
     )
-    stored = _bench_model(session.locations) if model is None else stored_model(session.locations, model)
+    stored = (
+        random_model(session.locations, BENCH_SHAPE, "bench")
+        if model is None
+        else stored_model(session.locations, model)
+    )
     _require_memory(stored, n_copies=3 if rpc is None else 4)
     machine = describe_machine()
     with progress_on_stderr("writing the single process's model") as progress:
@@ -96,25 +98,6 @@ def bench(
         _print_report(document, run)
     if run.max_abs_delta != 0.0:
         raise OutOfTolerance(f"the largest difference between logits is {run.max_abs_delta:g}, not 0")
-
-
-def _bench_model(locations: Locations) -> StoredModel:
-    """The random test model, from the cache or made now. Raises `ModelUnusable` when there is no space."""
-    locations.prepare()
-    size_bytes = size_bytes_of()
-    path = locations.cache / f"bench-{BENCH_SHAPE.seed}.gguf"
-    if not path.exists() or path.stat().st_size != size_bytes:
-        # The model, the single process's copy of it, and the backbone file beside them.
-        needed_bytes = 2 * size_bytes + (size_bytes >> 3) + SPARE_BYTES
-        free_bytes = shutil.disk_usage(locations.cache).free
-        if free_bytes < needed_bytes:
-            raise ModelUnusable(
-                f"the benchmark's model takes {needed_bytes >> 20} MiB in {locations.cache}, where "
-                f"{free_bytes >> 20} MiB are free: make room, or name a model with --model"
-            )
-        with progress_on_stderr("making the model") as progress:
-            write_test_model(path, BENCH_SHAPE, progress)
-    return stored_model(locations, str(path))
 
 
 def _rpc_program(others: str | None, server: Path | None, library: Path | None) -> RpcProgram | None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import trio
 
+from kvasir_node.bench.machine import describe_machine, read_bandwidth
+from kvasir_node.bench.test_model import LAYER_SHAPE, TestModelShape, size_bytes_of, write_test_model
 from kvasir_node.cli.generate import parse_token_ids
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.locations import Locations
+from kvasir_node.measure.layer import LayerMeasurement, LayerSettings, measure_layer
 from kvasir_node.measure.logits import (
     LogitsMeasurement,
     LogitsSettings,
@@ -26,13 +30,15 @@ from kvasir_node.measure.logits import (
     random_tokens,
 )
 from kvasir_node.model.report import file_report
-from kvasir_node.model.store import ModelStore, StoredModel
-from kvasir_proto.errors import OutOfTolerance, UsageError
+from kvasir_node.model.store import SPARE_BYTES, ModelStore, StoredModel
+from kvasir_proto.errors import ModelUnusable, OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
 
 SCHEMA_VERSION: Final = 1
 _TOKENS_FILE_BYTES_MAX: Final = 16 << 20
 _POSITIONS_DEFAULT: Final = 128
+_BATCHES_MAX: Final = 8
+_BATCH_TOKENS_MAX: Final = 512
 _TOKEN: Final = re.compile(r"\d+", re.ASCII)
 
 
@@ -147,6 +153,72 @@ def logits(
         )
 
 
+@measure.command("layer")
+@click.option("--model", help="A GGUF file of one MoE layer. Default: a random one of 1.4 GB, made once.")
+@click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=3, show_default=True)
+@click.option("--batches", default="1,32", show_default=True, help="Tokens of a call, comma-separated.")
+@click.option("--calls", type=click.IntRange(1, 256), default=16, show_default=True, help="In each round.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="In each engine.")
+@click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
+@json_option
+@click.pass_obj
+def layer(
+    session: CommandSession,
+    model: str | None,
+    workers: int,
+    batches: str,
+    calls: int,
+    rounds: int,
+    threads: int,
+    require_exact: bool,
+    as_json: bool,
+) -> None:
+    """Measure one MoE layer's call over real workers, beside what the memory could deliver.
+
+    The random layer has the shape of the published figures: 3072 wide, 8 of 256 experts of 1024 in Q4_K.
+    """
+    session.configure()
+    settings = LayerSettings(workers, _batches_of(batches), calls, rounds, threads)
+    stored = (
+        random_model(session.locations, LAYER_SHAPE, "layer")
+        if model is None
+        else stored_model(session.locations, model)
+    )
+    with progress_on_stderr("writing the single process's model") as progress:
+        stored.reference_path(progress)
+    note("measuring the memory")
+    bandwidth = read_bandwidth()
+    with working_directory(session.locations) as directory:
+        measured = trio.run(measure_layer, stored, settings, directory, note)
+    document = _layer_document(stored, settings, measured, bandwidth)
+    if as_json:
+        print_json(document)
+    else:
+        _print_layer(document)
+    if require_exact and measured.max_abs_delta != 0.0:
+        raise OutOfTolerance(f"the largest difference between logits is {measured.max_abs_delta:g}, not 0")
+
+
+def random_model(locations: Locations, shape: TestModelShape, name: str) -> StoredModel:
+    """A random test model, from the cache or made now. Raises `ModelUnusable` when there is no space."""
+    locations.prepare()
+    size_bytes = size_bytes_of(shape)
+    path = locations.cache / f"{name}-{shape.seed}.gguf"
+    if not path.exists() or path.stat().st_size != size_bytes:
+        # The model, the single process's copy of it, and the backbone file beside them.
+        needed_bytes = 2 * size_bytes + (size_bytes >> 3) + SPARE_BYTES
+        free_bytes = shutil.disk_usage(locations.cache).free
+        if free_bytes < needed_bytes:
+            raise ModelUnusable(
+                f"the random model takes {needed_bytes >> 20} MiB in {locations.cache}, where "
+                f"{free_bytes >> 20} MiB are free: make room, or name a model with --model"
+            )
+        with progress_on_stderr("making the model") as progress:
+            write_test_model(path, shape, progress)
+    return stored_model(locations, str(path))
+
+
 def stored_model(locations: Locations, model: str) -> StoredModel:
     """The model to measure: a file, taken into a store in the cache, or one that this home has.
 
@@ -186,6 +258,67 @@ def _tokens_of(path: Path) -> tuple[int, ...]:
     if not 1 <= len(parts) <= CONTEXT_LENGTH_MAX:
         raise UsageError(f"{path} has {len(parts)} tokens; it takes 1 to {CONTEXT_LENGTH_MAX}")
     return parse_token_ids(",".join(parts))
+
+
+def _batches_of(text: str) -> tuple[int, ...]:
+    sizes = parse_chunks(text)
+    if len(sizes) > _BATCHES_MAX or max(sizes) > _BATCH_TOKENS_MAX:
+        raise UsageError(f"--batches takes at most {_BATCHES_MAX} sizes, none above {_BATCH_TOKENS_MAX}")
+    return tuple(dict.fromkeys(sizes))
+
+
+def _layer_document(
+    stored: StoredModel, settings: LayerSettings, measured: LayerMeasurement, bandwidth: float
+) -> dict[str, object]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "max_abs_delta": measured.max_abs_delta,
+        "positions": measured.positions,
+        "rows_retried": measured.rows_retried,
+        "memory_bytes_per_s": round(bandwidth),
+        "calls": [
+            {
+                "tokens": each.n_tokens,
+                "calls": each.n_calls,
+                "call_us": round(each.call_ns / 1000, 1),
+                "step_us": round(each.step_ns / 1000, 1),
+                "single_process_step_us": round(each.reference_ns / 1000, 1),
+                "sent_bytes": round(each.sent_bytes),
+                "received_bytes": round(each.received_bytes),
+                "experts_expected": round(each.n_experts, 1),
+                "expert_bytes_expected": round(each.expert_bytes),
+                "roofline_us": round(each.roofline_ns(bandwidth) / 1000, 1),
+            }
+            for each in measured.figures
+        ],
+        "workers": settings.n_workers,
+        "threads": settings.n_threads,
+        "machine": describe_machine(),
+        "model": file_report(stored),
+    }
+
+
+def _print_layer(document: dict[str, Any]) -> None:
+    rows = [
+        (
+            f"{call['tokens']}",
+            f"{call['call_us']:.0f}",
+            f"{call['roofline_us']:.0f}",
+            f"{call['expert_bytes_expected'] / 1e6:.1f}",
+            f"{call['sent_bytes']}",
+            f"{call['received_bytes']}",
+            f"{call['step_us']:.0f}",
+            f"{call['single_process_step_us']:.0f}",
+        )
+        for call in document["calls"]
+    ]
+    headings = ("TOKENS", "CALL µS", "MEMORY µS", "EXPERTS MB", "SENT B", "RECEIVED B", "STEP µS", "ALONE µS")
+    print_table(headings, rows)
+    click.echo(
+        f"\n{document['workers']} workers; memory reads {document['memory_bytes_per_s'] / 1e9:.1f} GB/s; "
+        f"largest difference of a logit {document['max_abs_delta']:g} over {document['positions']} positions; "
+        f"{document['rows_retried']} rows retried"
+    )
 
 
 def _document(

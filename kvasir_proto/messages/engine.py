@@ -382,7 +382,10 @@ class EvaluateLogits:
 
 @dataclass(frozen=True, slots=True)
 class LogitsEvaluated:
-    """The answer to `EvaluateLogits`; `chunk_ns` is the time of each decode, in nanoseconds."""
+    """The answer to `EvaluateLogits`; `chunk_ns` is the time of each decode, in nanoseconds.
+
+    `layers_ns` is the part of it in which routed experts were asked for; 0 where there is no hook.
+    """
 
     kind: ClassVar[str] = "logits_evaluated"
     request: Sequence63
@@ -390,6 +393,7 @@ class LogitsEvaluated:
     hook_calls: Count
     rows_retried: Count
     chunk_ns: ChunkTimes
+    layers_ns: ChunkTimes
 
 
 EngineMessage: TypeAlias = (

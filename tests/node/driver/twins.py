@@ -244,7 +244,7 @@ class TwinEngine:
                 if message.session in self._sessions:
                     await self.end_session(message.session, "cancelled")
             case EvaluateLogits():
-                await self.say(LogitsEvaluated(message.request, len(message.token_ids), 1, 0, ()))
+                await self.say(LogitsEvaluated(message.request, len(message.token_ids), 1, 0, (), ()))
             case SetFence() | SetLease():
                 pass
             case _:
