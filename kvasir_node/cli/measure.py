@@ -316,8 +316,8 @@ def _print_layer(document: dict[str, Any]) -> None:
     print_table(headings, rows)
     click.echo(
         f"\n{document['workers']} workers; memory reads {document['memory_bytes_per_s'] / 1e9:.1f} GB/s; "
-        f"largest difference of a logit {document['max_abs_delta']:g} over {document['positions']} positions; "
-        f"{document['rows_retried']} rows retried"
+        f"largest difference of a logit {document['max_abs_delta']:g} over {document['positions']} "
+        f"positions; {document['rows_retried']} rows retried"
     )
 
 

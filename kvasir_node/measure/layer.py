@@ -1,9 +1,9 @@
 """Level "one layer": a single MoE layer's call over real worker processes, beside the machine's memory.
 
 The model is one layer of noise of any shape, so that what a call costs can be told apart from the rest of a
-token: microseconds in the hook's callback, bytes of frames, and the time in which the memory could at best deliver
-the experts' weights. Every logit is compared with a single process's in every round. It judges nothing and
-prints nothing.
+token: microseconds in the hook's callback, bytes of frames, and the time in which the memory could at best
+deliver the experts' weights. Every logit is compared with a single process's in every round. It judges
+nothing and prints nothing.
 """
 
 from __future__ import annotations

@@ -158,6 +158,12 @@ def test_a_short_benchmark_gives_every_figure_and_equal_logits(
         assert document[name] > 0
     assert isinstance(document["layer_call_overhead_us"], float)
     assert document["backbone_rss_bytes"] > 0
+    rows_bytes = 4 * SMALL.n_embd * SMALL.n_layer
+    one, two = (document["wire_bytes_per_token"][mode] for mode in ("1 worker", "2 workers"))
+    assert one["sent"] > rows_bytes
+    assert one["received"] > SMALL.n_expert_used * rows_bytes
+    assert two["received"] >= one["received"]
+    assert not [field for field in document if "rpc" in field]
     assert set(document["rounds"][0]) == {"reference", "1 worker", "2 workers"}
     assert len(document["rounds"][0]["1 worker"]["decode_us"]) == 2
     assert "round 1 of 1" in captured.err

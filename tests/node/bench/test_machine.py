@@ -17,6 +17,11 @@ def test_x86_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert machine.cpu_features() == {"fpu", "avx2", "f16c"}
 
 
+def test_reading_memory_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_ARRAY_BYTES", 1 << 20)
+    assert 1e8 < machine.read_bandwidth(0.01) < 1e13
+
+
 def test_arm_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").write_text("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd asimddp\n")
     monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpu")

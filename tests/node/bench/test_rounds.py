@@ -19,6 +19,17 @@ from kvasir_node.bench.rounds import (
 )
 
 
+def test_bytes_are_counted_for_each_token() -> None:
+    figures = Sample((1, 1, 1, 1), 1, 1, 0, 0, sent_bytes=400, received_bytes=1000)
+    assert (figures.sent_bytes_per_token, figures.received_bytes_per_token) == (100, 250)
+
+
+def test_a_mode_may_be_held_against_another_than_the_reference() -> None:
+    rounds = [round_of(10, 20, 5), round_of(10, 40, 5), round_of(10, 10, 5)]
+    assert decode_ratio(rounds, TWO_WORKERS, ONE_WORKER) == 4.0
+    assert prefill_ratio(rounds, TWO_WORKERS, ONE_WORKER) == 1.0
+
+
 def sample(token_us: float, prefill_us: int = 100, cpu_us: tuple[int, int] = (0, 0)) -> Sample:
     decode_ns = tuple(int(token_us * 1000) for _ in range(4))
     return Sample(decode_ns, prefill_us * 1000, 8, cpu_us[0] * 1000, cpu_us[1] * 1000)
