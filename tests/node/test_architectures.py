@@ -114,6 +114,17 @@ def test_every_shape_is_exact_when_quantised(shape: str, type_name: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_exact_when_its_rows_are_no_whole_vectors(shape: str, tmp_path: Path) -> None:
+    base = FIRST_OF_SHAPE[shape]
+    odd: Settings = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 37}
+    model = replace(base, settings={**base.settings, **odd})
+    run = run_model(make_architecture(tmp_path / "model.gguf", model, n_ff=37), model)
+    assert run.delta == 0.0
+    assert run.steps == (SHAPES[model.shape],)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_kernel_means_the_same_by_every_program(shape: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, FIRST_OF_SHAPE[shape], "F32")
     (program,) = run_model(path, FIRST_OF_SHAPE[shape]).programs
