@@ -372,6 +372,17 @@ ARCHITECTURES: Final[tuple[ArchitectureModel, ...]] = (
 )
 """In the order of their names; one architecture more than once where it builds more than one shape."""
 
+ONE_OF_EACH_SHAPE: Final[Mapping[str, ArchitectureModel]] = MappingProxyType(
+    {
+        shape: min(
+            (model for model in ARCHITECTURES if model.shape == shape),
+            key=lambda model: "expert_count" in model.settings,
+        )
+        for shape in SHAPES
+    }
+)
+"""A model of each shape: where there is one, one of few experts, as wide as K-quants need."""
+
 
 def make_architecture(path: Path, model: ArchitectureModel, *, n_ff: int = 32) -> Path:
     """Write the model: the same bytes for the same arguments.

@@ -24,7 +24,13 @@ from kvasir_node.backbone.hook import LayerCall
 from kvasir_node.model.backbone_file import write_backbone_file
 from kvasir_node.model.model_manifest import build_manifest
 from kvasir_proto.program import ExpertProgram, GluKind, StepOp, UnaryKind
-from tests.architecture_models import ARCHITECTURES, SHAPES, ArchitectureModel, make_architecture
+from tests.architecture_models import (
+    ARCHITECTURES,
+    ONE_OF_EACH_SHAPE,
+    SHAPES,
+    ArchitectureModel,
+    make_architecture,
+)
 from tests.model_makers import quantise
 from tests.node.hooked_llama import InProcessWorkers, Llama, Rows, hooked, shards_of
 
@@ -161,11 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Run every architecture's expert sub-graph through the hook and compare.",
     )
     parser.add_argument("pattern", nargs="?", default="", help="only names that it matches")
+    parser.add_argument("--one", action="store_true", help="one model of each shape only")
     parser.add_argument("--type", default="F32", help="F32, or what llama.cpp quantises to (Q8_0, Q4_K_M)")
     parser.add_argument("--workers", type=int, default=N_WORKER, help="over how many the experts are dealt")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave the models there")
     options = parser.parse_args(arguments)
-    chosen = [each for each in ARCHITECTURES if re.search(options.pattern, each.name)]
+    models = ONE_OF_EACH_SHAPE.values() if options.one else ARCHITECTURES
+    chosen = [each for each in models if re.search(options.pattern, each.name)]
     started = time.monotonic()
     _print(_HEADINGS)
     n_bad = 0

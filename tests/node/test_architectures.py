@@ -27,6 +27,7 @@ from kvasir_proto.errors import EngineFailed, ModelUnusable
 from kvasir_proto.manifest import is_expert_name
 from tests.architecture_models import (
     ARCHITECTURES,
+    ONE_OF_EACH_SHAPE,
     SHAPES,
     ArchitectureModel,
     Settings,
@@ -37,14 +38,6 @@ from tests.node.kernel_calls import computed, distance, rows_and_pairs
 from tests.shapes import make_model, run_model
 
 NAMES = {model.name: model for model in ARCHITECTURES}
-FIRST_OF_SHAPE = {
-    shape: min(
-        (each for each in ARCHITECTURES if each.shape == shape),
-        key=lambda each: "expert_count" in each.settings,
-    )
-    for shape in SHAPES
-}
-"""One model of each shape, where there is one with few experts: those are as wide as K-quants need."""
 WITHOUT_EXPERTS_HERE = {"deci"}
 """What gguf gives experts and this llama.cpp does not (docs/reference/model-shapes.md)."""
 
@@ -105,7 +98,7 @@ def test_every_architecture_is_exact(model: ArchitectureModel, tmp_path: Path) -
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_exact_when_quantised(shape: str, type_name: str, tmp_path: Path) -> None:
-    model = FIRST_OF_SHAPE[shape]
+    model = ONE_OF_EACH_SHAPE[shape]
     run = run_model(make_model(tmp_path, model, type_name), model)
     assert run.delta == 0.0
     assert run.spread > 0.1
@@ -115,7 +108,7 @@ def test_every_shape_is_exact_when_quantised(shape: str, type_name: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_exact_when_its_rows_are_no_whole_vectors(shape: str, tmp_path: Path) -> None:
-    base = FIRST_OF_SHAPE[shape]
+    base = ONE_OF_EACH_SHAPE[shape]
     odd: Settings = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 37}
     model = replace(base, settings={**base.settings, **odd})
     run = run_model(make_architecture(tmp_path / "model.gguf", model, n_ff=37), model)
@@ -126,8 +119,8 @@ def test_every_shape_is_exact_when_its_rows_are_no_whole_vectors(shape: str, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_kernel_means_the_same_by_every_program(shape: str, tmp_path: Path) -> None:
-    path = make_model(tmp_path, FIRST_OF_SHAPE[shape], "F32")
-    (program,) = run_model(path, FIRST_OF_SHAPE[shape]).programs
+    path = make_model(tmp_path, ONE_OF_EACH_SHAPE[shape], "F32")
+    (program,) = run_model(path, ONE_OF_EACH_SHAPE[shape]).programs
     manifest = build_manifest(path)
     with ExpertSource(path, manifest) as source:
         ggml = GgmlCpuKernel(manifest, manifest.whole_shard(), source.read)
