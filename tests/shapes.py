@@ -79,7 +79,8 @@ def run_model(
 ) -> ShapeRun:
     """Decode with plain llama.cpp and with the hook over `n_worker` workers.
 
-    `spoil` may change what the workers answered before llama.cpp sees it.
+    `spoil` may change what the workers answered before llama.cpp sees it. Raises `AssertionError`, with the
+    hook's reason, where one of the two decodes fails.
     """
     manifest = build_manifest(path)
     backbone = path.with_suffix(".backbone")
@@ -95,7 +96,10 @@ def run_model(
     hook = hooked(workers)
     try:
         with Llama(backbone, hook, n_ubatch=N_UBATCH, flash_attention=True, embeddings=embeddings) as llama:
-            rows = llama.run(tokens, chunks)
+            try:
+                rows = llama.run(tokens, chunks)
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {hook.take_failure()}") from error
         if hook.calls != len(workers.layers) or hook.rows_unfilled_total:
             raise AssertionError("the hook and the workers do not agree on what was computed")
         return ShapeRun(
@@ -179,23 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     n_bad = 0
     with tempfile.TemporaryDirectory(prefix="kvasir-shapes-") as scratch:
         for model in chosen:
-            path = make_model(options.keep or Path(scratch), model, options.type)
-            run = run_model(path, model, n_worker=options.workers)
-            result = "exact" if run.delta == 0.0 else f"{run.delta:.1e}"
-            if run.steps != (SHAPES[model.shape],):
-                result = f"another shape: {' | '.join(run.steps)}"
-            n_bad += result != "exact"
-            _print(
-                (
-                    model.shape,
-                    model.architecture,
-                    options.type,
-                    f"{run.n_expert_used} of {run.n_expert}",
-                    f"{run.calls_per_ubatch:g} of {len(run.moe_layers)}",
-                    str(run.largest_id),
-                    result,
-                )
-            )
+            line = _line_of(model, options.keep or Path(scratch), options.type, options.workers)
+            n_bad += line[-1] != "exact"
+            _print(line)
             for file in Path(scratch).iterdir():
                 file.unlink()
     n_shape = len({each.shape for each in chosen})
@@ -206,6 +196,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(chosen) - n_bad} exact, {n_bad} not; {seconds:.0f} s\n"
     )
     return 1 if n_bad or not chosen else 0
+
+
+def _line_of(model: ArchitectureModel, directory: Path, type_name: str, n_worker: int) -> tuple[str, ...]:
+    """One model's line of the table."""
+    names = (model.shape, model.architecture, type_name)
+    try:
+        run = run_model(make_model(directory, model, type_name), model, n_worker=n_worker)
+    except AssertionError as error:
+        return (*names, "", "", "", str(error))
+    result = "exact" if run.delta == 0.0 else f"{run.delta:.1e}"
+    if run.steps != (SHAPES[model.shape],):
+        result = f"another shape: {' | '.join(run.steps)}"
+    return (
+        *names,
+        f"{run.n_expert_used} of {run.n_expert}",
+        f"{run.calls_per_ubatch:g} of {len(run.moe_layers)}",
+        str(run.largest_id),
+        result,
+    )
 
 
 def make_model(directory: Path, model: ArchitectureModel, type_name: str) -> Path:

@@ -9,12 +9,14 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+import tests.shapes
 from kvasir_node.backbone.hook import LayerCall
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
@@ -77,6 +79,28 @@ def test_the_reference_page_lists_every_model() -> None:
         )
         for each in ARCHITECTURES
     ]
+
+
+def test_the_table_says_what_is_exact_and_fails_for_what_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tests.shapes.main(["^llama4", "--workers", "2"]) == 0
+    headings, line, total = capsys.readouterr().out.splitlines()
+    assert " ".join(headings.split()) == "shape architecture weights experts calls/ubatch largest id result"
+    assert " ".join(line.split()) == "swiglu-weighted llama4 F32 3 of 8 2 of 2 7 exact"
+    assert total.startswith("1 models of 1 architectures in 1 shapes: 1 exact, 0 not; ")
+
+    monkeypatch.setattr(tests.shapes, "run_model", partial(run_model, spoil=halve_a_row))
+    assert tests.shapes.main(["^llama4"]) == 1
+    assert re.search(r" 7 +\d\.\de[+-]\d\d$", capsys.readouterr().out.splitlines()[1])
+
+    def refuse(call: LayerCall) -> None:
+        raise EngineFailed("the swarm is gone")
+
+    monkeypatch.setattr(tests.shapes, "run_model", partial(run_model, spoil=refuse))
+    assert tests.shapes.main(["^llama4"]) == 1
+    assert capsys.readouterr().out.splitlines()[1].endswith("llama_decode gave -3: the swarm is gone")
+    assert tests.shapes.main(["no such architecture"]) == 1
 
 
 @pytest.mark.slow
