@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import numpy as np
 
@@ -164,8 +164,8 @@ _HEADINGS: Final = ("shape", "architecture", "weights", "experts", "calls/ubatch
 _WIDTHS: Final = (21, 15, 7, 9, 12, 10, 8)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 when a model is not exact, or not what its row says."""
+def main(arguments: Sequence[str] | None = None, table: TextIO = sys.stdout) -> int:
+    """Write the table; 1 when a model is not exact, or not what its row says."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.shapes",
         description="Run every architecture's expert sub-graph through the hook and compare.",
@@ -179,19 +179,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = ONE_OF_EACH_SHAPE.values() if options.one else ARCHITECTURES
     chosen = [each for each in models if re.search(options.pattern, each.name)]
     started = time.monotonic()
-    _print(_HEADINGS)
+    _write(table, _HEADINGS)
     n_bad = 0
     with tempfile.TemporaryDirectory(prefix="kvasir-shapes-") as scratch:
         for model in chosen:
             line = _line_of(model, options.keep or Path(scratch), options.type, options.workers)
             n_bad += line[-1] != "exact"
-            _print(line)
+            _write(table, line)
             for file in Path(scratch).iterdir():
                 file.unlink()
     n_shape = len({each.shape for each in chosen})
     n_architecture = len({each.architecture for each in chosen})
     seconds = time.monotonic() - started
-    sys.stdout.write(
+    table.write(
         f"{len(chosen)} models of {n_architecture} architectures in {n_shape} shapes: "
         f"{len(chosen) - n_bad} exact, {n_bad} not; {seconds:.0f} s\n"
     )
@@ -230,10 +230,10 @@ def make_model(directory: Path, model: ArchitectureModel, type_name: str) -> Pat
     return path
 
 
-def _print(cells: Sequence[str]) -> None:
+def _write(table: TextIO, cells: Sequence[str]) -> None:
     line = "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
-    sys.stdout.write(line.rstrip() + "\n")
-    sys.stdout.flush()
+    table.write(line.rstrip() + "\n")
+    table.flush()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import gguf
@@ -81,26 +82,31 @@ def test_the_reference_page_lists_every_model() -> None:
     ]
 
 
-def test_the_table_says_what_is_exact_and_fails_for_what_is_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert tests.shapes.main(["^llama4", "--workers", "2"]) == 0
-    headings, line, total = capsys.readouterr().out.splitlines()
+def test_the_table_says_what_is_exact_and_fails_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(*arguments: str) -> tuple[int, list[str]]:
+        written = StringIO()
+        status = tests.shapes.main(arguments, written)
+        return status, written.getvalue().splitlines()
+
+    status, (headings, line, total) = table("^llama4", "--workers", "2")
+    assert status == 0
     assert " ".join(headings.split()) == "shape architecture weights experts calls/ubatch largest id result"
     assert " ".join(line.split()) == "swiglu-weighted llama4 F32 3 of 8 2 of 2 7 exact"
     assert total.startswith("1 models of 1 architectures in 1 shapes: 1 exact, 0 not; ")
 
     monkeypatch.setattr(tests.shapes, "run_model", partial(run_model, spoil=halve_a_row))
-    assert tests.shapes.main(["^llama4"]) == 1
-    assert re.search(r" 7 +\d\.\de[+-]\d\d$", capsys.readouterr().out.splitlines()[1])
+    status, (_, line, _) = table("^llama4")
+    assert status == 1
+    assert re.search(r" 7 +\d\.\de[+-]\d\d$", line)
 
     def refuse(call: LayerCall) -> None:
         raise EngineFailed("the swarm is gone")
 
     monkeypatch.setattr(tests.shapes, "run_model", partial(run_model, spoil=refuse))
-    assert tests.shapes.main(["^llama4"]) == 1
-    assert capsys.readouterr().out.splitlines()[1].endswith("llama_decode gave -3: the swarm is gone")
-    assert tests.shapes.main(["no such architecture"]) == 1
+    status, (_, line, _) = table("^llama4")
+    assert status == 1
+    assert line.endswith("llama_decode gave -3: the swarm is gone")
+    assert table("no such architecture")[0] == 1
 
 
 @pytest.mark.slow
