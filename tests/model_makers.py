@@ -8,14 +8,19 @@ Every architecture that llama.cpp builds, in one size, is in `architecture_model
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import gguf
 import numpy as np
 
+from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
 from tests.plain_llama import silence
 
 END_OF_TEXT = "<|endoftext|>"
@@ -308,27 +313,89 @@ MAKERS: Mapping[str, Callable[[Path, ModelShape], Path]] = MappingProxyType(
 )
 """The makers by name; a test that runs over all of them runs over these."""
 
-QUANTISED_TYPES: Mapping[str, int] = MappingProxyType(
-    {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}
-)
-"""llama.cpp's file types (`llama_ftype`) that `quantise` knows, by their usual names."""
+
+@functools.cache
+def file_types() -> Mapping[str, int]:
+    """Every file type (`llama_ftype`) of the pinned llama.cpp by its usual name."""
+    import llama_cpp
+
+    name = re.compile("LLAMA_FTYPE_(?:ALL|MOSTLY)_(.+)")
+    return {match[1]: getattr(llama_cpp, match[0]) for match in map(name.fullmatch, dir(llama_cpp)) if match}
 
 
-def quantise(source: Path, destination: Path, type_name: str) -> Path:
-    """Write `source` (F32) as `type_name` with llama.cpp's own quantiser, without an importance matrix.
+QUANTISED_TYPES: Final = ("F16", "Q4_0", "Q8_0", "Q4_K_M", "BF16")
+"""The file types that most models come in."""
 
-    Rows that are not a whole number of blocks get llama.cpp's fallback type, as in real files.
+
+def quantise(
+    source: Path,
+    destination: Path,
+    type_name: str,
+    *,
+    types_of: Mapping[str, str] = MappingProxyType({}),
+    pure: bool = False,
+    keep_split: bool = False,
+) -> Path:
+    """Write `source` (F32) as `type_name` with llama.cpp's own quantiser.
+
+    Rows that are not a whole number of blocks get llama.cpp's fallback type, as in real files. `types_of`
+    gives tensors another type: a pattern of their names, and ggml's name of the type. `pure`: the one type
+    everywhere, not llama.cpp's mixture. The types that cannot do without get an importance matrix, in which
+    each column of a matrix matters differently.
     """
     import llama_cpp
 
     silence()
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = QUANTISED_TYPES[type_name]
+    parameters.ftype = file_types()[type_name]
     parameters.nthread = 1
+    parameters.pure = pure
+    parameters.keep_split = keep_split
+    wanted = {type_name, *(each.upper() for each in types_of.values())}
+    importance = _importance_of(source) if wanted & _NEEDING_IMPORTANCE else None
+    if importance is not None:
+        parameters.imatrix = importance
+    overrides = (llama_cpp.llama_model_tensor_override * (len(types_of) + 1))()
+    for place, (pattern, name) in zip(overrides, types_of.items(), strict=False):
+        place.pattern = pattern.encode()
+        place.type = TENSOR_TYPES_BY_NAME[name].id
+    if types_of:
+        parameters.tt_overrides = overrides
     code = llama_cpp.llama_model_quantize(bytes(source), bytes(destination), parameters)
     if code != 0:
         raise AssertionError(f"llama.cpp could not write {source.name} as {type_name}: {code}")
     return destination
+
+
+_NEEDING_IMPORTANCE: Final = frozenset(
+    [
+        "IQ1_S",
+        "IQ1_M",
+        "IQ2_XXS",
+        "IQ2_XS",
+        "IQ2_S",
+        "IQ2_M",
+        "IQ3_XXS",
+        "IQ3_XS",
+        "Q2_K_S",
+    ]  # by name or by what they mix in
+)
+
+
+def _importance_of(source: Path) -> object:
+    """An importance matrix for every tensor of a model: for each expert a positive number a column."""
+    import llama_cpp
+
+    tensors = [each for each in read_gguf(source).tensors if len(each.shape) > 1]
+    entries = (llama_cpp.llama_model_imatrix_data * (len(tensors) + 1))()
+    draws = np.random.Generator(np.random.PCG64(1))
+    for entry, tensor in zip(entries, tensors, strict=False):
+        count = tensor.shape[0] * (tensor.shape[2] if len(tensor.shape) > 2 else 1)
+        values = draws.uniform(0.5, 1.5, count).astype(np.float32)
+        entry.name = tensor.name.encode()
+        entry.data = np.ctypeslib.as_ctypes(values)
+        entry.size = count
+    return entries
 
 
 def _byte_letters() -> list[str]:
