@@ -430,7 +430,8 @@ def _decoded(data: bytes, what: str, code: str, build: Callable[[Any], _Decoded]
 def _manifest_of(parts: Any) -> ModelManifest:
     _require(isinstance(parts, list) and len(parts) == 18, "a manifest has 18 parts")
     _require(parts[0] == "kvasir/model-manifest", "it is something else")
-    _require(type(parts[1]) is int and parts[1] == MANIFEST_FORMAT, f"format {parts[1]!r} is not known")
+    _require(type(parts[1]) is int, "its format is not a number")
+    _require(parts[1] == MANIFEST_FORMAT, f"format {parts[1]} is not known")
     counts = {field: _integer(parts[4 + index]) for index, field in enumerate(_COUNTS)}
     return ModelManifest(
         name=_text(parts[2]),

@@ -241,7 +241,8 @@ def decode_program(data: bytes) -> ExpertProgram:
 def _program_of(parts: Any) -> ExpertProgram:
     _require(isinstance(parts, list) and len(parts) == 4, "a program has 4 parts")
     _require(parts[0] == "kvasir/expert-program", "it is something else")
-    _require(type(parts[1]) is int and parts[1] == PROGRAM_VERSION, f"version {parts[1]!r} is not known")
+    _require(type(parts[1]) is int, "its version is not a number")
+    _require(parts[1] == PROGRAM_VERSION, f"version {parts[1]} is not known")
     _require(type(parts[2]) is bool and type(parts[3]) is list, "its parts have wrong types")
     _require(len(parts[3]) <= PROGRAM_STEPS_MAX, "it has too many steps")
     return ExpertProgram(tuple(_step_of(each) for each in parts[3]), parts[2])
@@ -280,7 +281,7 @@ def _check_tensor(step: ProgramStep) -> None:
     if kind is None:
         _require(not step.tensor, "it names a tensor that it cannot use")
     else:
-        _require(step.tensor in TENSOR_SUFFIXES, f"tensor {step.tensor!r} is not a routed expert's")
+        _require(step.tensor in TENSOR_SUFFIXES, "its tensor is not a routed expert's")
         _require(step.tensor.endswith(f".{kind}"), f"{step.tensor} is not a {kind}")
 
 

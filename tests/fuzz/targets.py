@@ -1,0 +1,695 @@
+"""What is fuzzed: functions from arbitrary bytes to nothing, which raise only when something is wrong.
+
+A target runs the code that meets a stranger's bytes and swallows the errors that code promises. Every other
+exception is a finding, and so is a promise that does not hold: what was decoded encodes to the same bytes, a
+reply has the right rows, a refusal is one short sentence. Nothing here knows the fuzzer; the same functions
+run over seeds and past findings in the ordinary tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from kvasir_node.backbone.holder import RemoteHolder, Request
+from kvasir_node.engine.certificate import EngineKey, verify_engine_certificate
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_writer import lay_out
+from kvasir_node.model.model_manifest import manifest_of
+from kvasir_node.native_library import load
+from kvasir_node.worker.connection import BackboneConnection, ServingCounters
+from kvasir_proto import codec, dispatch
+from kvasir_proto.certificate import bind_engine
+from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader
+from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.framing import FrameReader, frame
+from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
+from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.program import decode_program
+from kvasir_proto.signing import open_signed, sign_message
+from kvasir_proto.term_proof import (
+    ProvenTerm,
+    cast_vote,
+    founding_electorate,
+    make_term_proof,
+    verify_term_proof,
+)
+from tests.node.test_ggml_cpu import EVERYTHING, ODD_SHAPES, SWIGLU, make_bench
+from tests.node.toy_experts import (
+    LAYERS,
+    OTHER_PROGRAM,
+    PROGRAM,
+    WIDTH,
+    ToyKernel,
+    compute_rows,
+    toy_manifest,
+)
+from tests.proto.declared import FAMILIES, example_of
+from tests.proto.test_program import MERGED
+
+PROGRAMS: Final = (SWIGLU, EVERYTHING, MERGED)
+"""Two that the kernel's made-up layers can run, and one that does not fit them."""
+
+REFUSAL_LENGTH_MAX: Final = 400
+"""What is said to somebody else quotes at most a few characters of what was received."""
+SENTENCE_LENGTH_MAX: Final = 2400
+"""What is said about a file may quote a key of its metadata, which has up to 1024 characters, and a path."""
+
+
+class Finding(AssertionError):
+    """A promise that did not hold."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing to fuzz. `seeds` gives inputs that get far; `size_bytes_max` bounds an input."""
+
+    name: str
+    run: Callable[[bytes], None]
+    seeds: Callable[[], Iterable[bytes]]
+    size_bytes_max: int = 4096
+    document_offset: int = -1
+    """Where in an input a msgpack document begins; -1: inputs are not msgpack."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise a `Finding`; unlike an assert, also under `python -O`."""
+    if not condition:
+        raise Finding(what)
+
+
+def require_sentence(error: Exception) -> None:
+    """What is shown to people is one line of bounded length."""
+    text = str(error)
+    limit = REFUSAL_LENGTH_MAX if isinstance(error, RemoteProtocolError) else SENTENCE_LENGTH_MAX
+    require(0 < len(text) <= limit, f"a refusal of {len(text)} characters")
+    require(text.isprintable(), "a refusal that cannot be printed")
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+class _MemoryFile:
+    """A file in memory with a path: the reader wants one, and a disk would be the slowest part."""
+
+    def __init__(self) -> None:
+        self._handle = os.memfd_create("fuzz")
+        self.path = Path(f"/proc/self/fd/{self._handle}")
+
+    def write(self, data: bytes, size_bytes: int | None = None) -> Path:
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, data, 0)
+        os.ftruncate(self._handle, len(data) if size_bytes is None else size_bytes)
+        return self.path
+
+
+_source, _written = _MemoryFile(), _MemoryFile()
+
+
+def run_gguf(data: bytes) -> None:
+    """A model file: header, geometry, manifest; a header written from it reads the same."""
+    try:
+        gguf = read_gguf(_source.write(data))
+    except ModelUnusable as error:
+        require_sentence(error)
+        return
+    header, placed, size_bytes = lay_out(
+        tuple(gguf.metadata.values()), [(t.name, t.type, t.shape) for t in gguf.tensors], gguf.alignment
+    )
+    again = read_gguf(_written.write(header, size_bytes))
+    require(again.tensors == placed, "the tensors of a file written again are others")
+    require(dict(again.metadata) == dict(gguf.metadata), "the metadata of a file written again are others")
+    try:
+        manifest = manifest_of(gguf)
+    except ModelUnusable as error:
+        require_sentence(error)
+        return
+    require(ModelManifest.decode(manifest.encode()) == manifest, "a manifest that does not come back")
+
+
+def gguf_seeds() -> Iterable[bytes]:
+    """Tiny models of several architectures and types, and one with every kind of metadata value."""
+    import tempfile
+
+    from tests.model_makers import MAKERS, ModelShape
+    from tests.node.model.test_gguf_reader import container, entry, tensor, text
+
+    shape = ModelShape(n_layer=1, n_embd=8, n_ff=4, n_expert=2, n_vocab=4, n_head=2, n_head_kv=1, head_size=4)
+    with tempfile.TemporaryDirectory() as directory:
+        for maker in ("qwen3moe", "qwen3moe-scales", "gpt-oss", "grok"):
+            yield MAKERS[maker](Path(directory) / maker, shape).read_bytes()
+    values = [struct.pack("<B", 1), *(bytes(size) for size in (1, 2, 2, 4, 4, 4))]
+    entries = [entry(b"k%d" % kind, kind, value) for kind, value in enumerate(values)]
+    entries += [entry(b"bool", 7, b"\1"), entry(b"text", 8, text(b"value")), entry(b"f64", 12, bytes(8))]
+    entries += [entry(b"texts", 9, struct.pack("<IQ", 8, 2) + text(b"a") + text(b""))]
+    entries += [entry(b"numbers", 9, struct.pack("<IQ3i", 5, 3, 1, -2, 3))]
+    yield container(entries=tuple(entries))
+    alignment = entry(b"general.alignment", 4, struct.pack("<I", 8))
+    yield container(
+        entries=(alignment,), tensors=(tensor(b"a", (32,), 8), tensor(b"b", (8,), 0, 40)), data=72
+    )
+    yield container(version=3 << 24)
+
+
+def run_manifest(data: bytes) -> None:
+    """A manifest or a shard set, by the first byte: canonical, or refused."""
+    kind: type[ModelManifest | ShardSet] = ModelManifest if data[:1] < b"\x80" else ShardSet
+    try:
+        value = kind.decode(data[1:])
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    require(value.encode() == data[1:], "another encoding of the same value was accepted")
+    if isinstance(value, ShardSet):
+        require(ShardSet.from_ranges(value.ranges) == value, "a shard set that is not in its form")
+
+
+def manifest_seeds() -> Iterable[bytes]:
+    """The toy model's manifest, and shard sets."""
+    yield b"\0" + toy_manifest().encode()
+    for shard in (ShardSet(), toy_manifest().whole_shard(), ShardSet.from_pairs([(0, 1), (0, 3), (7, 4095)])):
+        yield b"\xff" + shard.encode()
+
+
+# --- messages -----------------------------------------------------------------------------------------------
+
+
+def run_codec(data: bytes) -> None:
+    """A message of the family that the first byte picks: what was accepted encodes, and decodes to itself."""
+    if not data:
+        return
+    family = FAMILIES[data[0] % len(FAMILIES)]
+    try:
+        message = codec.decode(data[1:], family)
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    require(codec.decode(codec.encode(message), family) == message, "a message that does not come back")
+
+
+def codec_seeds() -> Iterable[bytes]:
+    """One example of every message."""
+    for index, family in enumerate(FAMILIES):
+        for member in family.members:
+            yield bytes([index]) + codec.encode(example_of(member))
+
+
+def run_framing(data: bytes) -> None:
+    """A stream in the chunks that its first bytes tell: the frames are those of the whole stream."""
+    if len(data) < 4:
+        return
+    limit, chunk_sizes, stream = 1 + data[0], [1 + each for each in data[1:4]], data[4:]
+    expected, error_expected = _frames_of(stream, limit)
+    reader = FrameReader(limit)
+    found: list[bytes] = []
+    failed = False
+    position = turn = 0
+    try:
+        while position < len(stream):
+            chunk = stream[position : position + chunk_sizes[turn % 3]]
+            found.extend(reader.feed(chunk))
+            position += len(chunk)
+            turn += 1
+        reader.finish()
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        failed = True
+    require(found == expected, "other frames than in the stream")
+    require(failed == error_expected, "a broken stream that ends well, or the reverse")
+
+
+def _frames_of(stream: bytes, limit: int) -> tuple[list[bytes], bool]:
+    """The bodies in a whole stream, and whether something else is in it, by another way of reading."""
+    bodies: list[bytes] = []
+    while len(stream) >= 4:
+        (size,) = struct.unpack(">I", stream[:4])
+        if size > limit:
+            return bodies, True
+        if len(stream) < 4 + size:
+            break
+        bodies.append(stream[4 : 4 + size])
+        stream = stream[4 + size :]
+    return bodies, bool(stream)
+
+
+def framing_seeds() -> Iterable[bytes]:
+    """Streams of a few frames."""
+    for limit, sizes in ((255, (0, 1, 200)), (10, (10, 11)), (1, (0, 0, 0, 1))):
+        yield bytes([limit - 1, 0, 6, 255]) + b"".join(frame(bytes(size), 255) for size in sizes)
+
+
+_SWARM: Final = SwarmDigest(bytes(32))
+_FOUNDER_KEY: Final = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+_FOUNDER: Final = _FOUNDER_KEY.public_key().public_bytes_raw()
+
+
+def run_signed(data: bytes) -> None:
+    """Whatever is signed: a message by somebody, a term proof, an engine's certificate."""
+    if not data:
+        return
+    kind, body = data[0] % 3, data[1:]
+    try:
+        if kind == 0:
+            open_signed(body, FAMILIES[data[0] // 3 % len(FAMILIES)], _SWARM)
+        elif kind == 1:
+            verify_term_proof(body, _SWARM, founding_electorate(_FOUNDER))
+        else:
+            verify_engine_certificate(body, _SWARM, node_id_of(_FOUNDER), "worker")
+    except RemoteProtocolError as error:
+        require_sentence(error)
+
+
+def signed_seeds() -> Iterable[bytes]:
+    """One signed message of every family, the founder's own proof, and a certificate with its binding."""
+    for index, family in enumerate(FAMILIES):
+        message = example_of(family.members[0])
+        yield bytes([3 * index]) + sign_message(_FOUNDER_KEY, _SWARM, message)
+    electorate = founding_electorate(_FOUNDER)
+    term = ProvenTerm(0, 1, node_id_of(_FOUNDER))
+    vote = cast_vote(_FOUNDER_KEY, _SWARM, electorate, term)
+    yield b"\1" + make_term_proof(electorate, term, [vote])
+    engine = EngineKey.generate()
+    binding = bind_engine(_FOUNDER_KEY, _SWARM, engine.public_der, "worker", 1)
+    yield b"\2" + engine.certificate(binding).public_bytes(Encoding.DER)
+
+
+# --- the data plane -----------------------------------------------------------------------------------------
+
+
+def run_program(data: bytes) -> None:
+    """An expert program: canonical, and judged against shapes without surprises."""
+    try:
+        program = decode_program(data)
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    require(program.encode() == data, "another encoding of the same program was accepted")
+    require(len(program.flat()) == 32 * len(program.steps), "the flat form has another size")
+    with contextlib.suppress(RemoteProtocolError):
+        program.row_widths(ODD_SHAPES.get)
+
+
+def program_seeds() -> Iterable[bytes]:
+    """Programs that llama.cpp's graphs become."""
+    yield from (program.encode() for program in PROGRAMS)
+    yield from (PROGRAM.encode(), OTHER_PROGRAM.encode())
+
+
+def run_dispatch_header(data: bytes) -> None:
+    """A header, or the payload of an OPEN when it is too short for one."""
+    if len(data) < dispatch.HEADER_BYTES:
+        try:
+            opening = Opening.decode(data)
+        except RemoteProtocolError as error:
+            require_sentence(error)
+            return
+        require(Opening.decode(opening.encode()) == opening, "an opening that does not come back")
+        return
+    dispatch.request_id_of(data)
+    try:
+        header = dispatch.parse_header(data)
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    require(0 <= header.payload_bytes <= dispatch.PAYLOAD_BYTES_MAX, "a payload without a bound")
+    require(header.request_id == dispatch.request_id_of(data), "two readings of the request's id")
+    if not isinstance(header, dispatch.PlainHeader):
+        require(0 <= header.n_pairs <= dispatch.PAIRS_MAX, "a number of pairs without a bound")
+
+
+def dispatch_header_seeds() -> Iterable[bytes]:
+    """A header of every kind, and an opening."""
+    yield _OPENING.encode()
+    yield from (_OPEN_FRAME[: dispatch.HEADER_BYTES], _PROGRAM_FRAME[: dispatch.HEADER_BYTES])
+    yield _dispatch_frame(1, LAYERS[0], 0, 2, [0, 0, 1], [0, 3, 5])[: dispatch.HEADER_BYTES]
+    yield _reply_frame(7, 3, bytes(12))[: dispatch.HEADER_BYTES]
+    yield dispatch.pack_refusal(7, ReplyCode.STALE_TERM, "another term")[: dispatch.HEADER_BYTES]
+
+
+_OPENING: Final = Opening(0, 1, b"proof", bytes(32))
+_OPEN_FRAME: Final = dispatch.pack_plain(FrameKind.OPEN, 1, _OPENING.encode())
+_PROGRAM_FRAME: Final = dispatch.pack_plain(FrameKind.PROGRAM, 2, PROGRAM.encode())
+
+
+def _dispatch_frame(
+    request: int, layer: int, program: int, n_rows: int, rows: list[int], experts: list[int]
+) -> bytes:
+    """A frame whose header fits its payload; whether the indices make sense is another matter."""
+    header = bytearray(dispatch.HEADER_BYTES)
+    dispatch.pack_dispatch_into(
+        header,
+        request_id=request,
+        epoch=0,
+        term=1,
+        layer=layer & 0xFFFFFFFF,
+        program=program,
+        n_rows=n_rows,
+        n_pairs=len(rows),
+        n_embd_in=WIDTH,
+    )
+    values = np.arange(n_rows * WIDTH, dtype=np.float32)
+    return bytes(header) + np.array([rows, experts], np.int32).tobytes() + values.tobytes()
+
+
+def _reply_frame(request: int, n_pairs: int, rows: bytes) -> bytes:
+    frame_bytes = bytearray(dispatch.HEADER_BYTES)
+    dispatch.pack_reply_into(
+        frame_bytes,
+        request_id=request,
+        code=ReplyCode.OK,
+        payload_bytes=len(rows),
+        n_pairs=n_pairs,
+        received_ns=1,
+        compute_ns=1,
+        digest=bytes(32),
+    )
+    return bytes(frame_bytes) + rows
+
+
+class _Script:
+    """Numbers out of an input, one after another; zeros when it is used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._position = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._position >= len(self._data)
+
+    def byte(self) -> int:
+        value = self._data[self._position] if not self.is_over else 0
+        self._position += 1
+        return value
+
+    def index(self) -> int:
+        """A small number most of the time, now and then any of 32 bits."""
+        value = self.byte()
+        if value < 0xF8:
+            return value & 7
+        return int.from_bytes(self.take(4).ljust(4, b"\0"), "little", signed=True)
+
+    def take(self, count: int) -> bytes:
+        begin, self._position = self._position, self._position + count
+        return self._data[begin : self._position]
+
+
+_FRAMES_MAX: Final = 24
+
+
+def _stream_of(data: bytes) -> bytes:
+    """What a backbone sends: frames that are good, frames with wrong numbers, damaged ones, and noise."""
+    script = _Script(data)
+    frames: list[bytes] = []
+    while not script.is_over and len(frames) < _FRAMES_MAX:
+        move = script.byte()
+        if move & 7 == 0:
+            one = _OPEN_FRAME
+        elif move & 7 == 1:
+            one = dispatch.pack_plain(
+                FrameKind.PROGRAM, 2, OTHER_PROGRAM.encode(), program=script.byte() & 63
+            )
+        elif move & 7 == 2:
+            one = _PROGRAM_FRAME
+        elif move & 7 == 3:
+            kind = FrameKind.OPEN if script.byte() & 1 else FrameKind.PROGRAM
+            one = dispatch.pack_plain(kind, 3, script.take(script.byte()))
+        elif move & 7 == 4:
+            one = script.take(script.byte())
+        else:
+            n_rows, n_pairs = 1 + (script.byte() & 7), 1 + (script.byte() & 7)
+            one = _dispatch_frame(
+                script.byte(),
+                script.index(),
+                script.byte() & 1,
+                min(n_rows, n_pairs),
+                [script.index() for _ in range(n_pairs)],
+                [script.index() for _ in range(n_pairs)],
+            )
+        if move & 0x80:  # a few bytes of it are changed
+            damaged = bytearray(one)
+            for _ in range(1 + (move >> 4 & 3)):
+                if damaged:
+                    damaged[(script.byte() | script.byte() << 8) % len(damaged)] = script.byte()
+            one = bytes(damaged)
+        if move & 0x40:
+            one = one[: script.byte()]
+        frames.append(one)
+    return b"".join(frames)
+
+
+def run_worker_connection(data: bytes) -> None:
+    """A worker's end of a connection on which anything arrives: replies in order, right rows or refusals."""
+    kernel = ToyKernel()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(_stream_of(data))
+        ours.shutdown(socket.SHUT_WR)
+        connection = BackboneConnection(
+            theirs, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters()
+        )
+        reason = connection.serve(threading.Event())
+        theirs.shutdown(socket.SHUT_WR)
+        replies = bytearray()
+        while part := ours.recv(65536):
+            replies += part
+    require(0 < len(reason) <= SENTENCE_LENGTH_MAX, "the end has no reason")
+    answered = iter(kernel.asked)
+    while replies:
+        header = dispatch.parse_header(replies)
+        if not isinstance(header, ReplyHeader):
+            raise Finding("a worker sent something else than a reply")
+        end = dispatch.HEADER_BYTES + header.payload_bytes
+        require(len(replies) >= end, "half a reply")
+        if header.code is ReplyCode.OK and header.n_pairs:
+            layer, rows, experts = next(answered)
+            expected = compute_rows(layer, rows, np.arange(len(rows), dtype=np.int32), experts)
+            require(bytes(replies[dispatch.HEADER_BYTES : end]) == expected.tobytes(), "wrong rows")
+        del replies[:end]
+    require(next(answered, None) is None, "rows were computed and not sent")
+
+
+def stream_seeds() -> Iterable[bytes]:
+    """Scripts: a good conversation, one of every kind of damage."""
+    yield bytes([0, 2, 1, 1, 5, 1, 2, 9, 1, 0, 0, 0, 1, 0, 3, 5])
+    yield bytes([0, 2, 6, 2, 2, 1, 3, 0, 0, 9, 0, 1, 7, 5, 3, 3, 1, 0, 0, 0, 0])
+    yield bytes([0, 2, 0x87, 1, 2, 9, 1, 0, 0, 0, 1, 0, 3, 5, 4, 0, 255, 5, 0, 0, 0, 3, 0, 0, 0])
+    yield bytes([0, 3, 0, 20]) + PROGRAM.encode()[:20] + bytes([4, 30, 1, 2, 3])
+    yield bytes([0, 2, 5, 0, 0, 1, 1, 0, 0xFF, 255, 255, 255, 127, 0xFF, 0, 0, 0, 128])
+
+
+_HOLDER: Final = NodeId("fuzzed")
+
+
+def run_remote_holder(data: bytes) -> None:
+    """A backbone's end of a connection on which anything arrives, for a few requests that wait."""
+    script = _Script(data)
+    asked = [1 + (script.byte() & 3) for _ in range(1 + (script.byte() & 3))]
+    answers = []
+    for index, n_pairs in enumerate(asked):
+        move = script.byte()
+        rows = bytes(4 * WIDTH * (n_pairs if move & 15 else move))
+        one = _reply_frame(index if move & 0x30 else script.byte(), n_pairs, rows)
+        if move & 0x40:
+            one = dispatch.pack_refusal(index, ReplyCode.FOREIGN_EXPERT, "no")
+        if move & 0x80:
+            damaged = bytearray(one)
+            for _ in range(1 + (script.byte() & 3)):
+                damaged[script.byte() % len(damaged)] = script.byte()
+            one = bytes(damaged[: script.byte() or None])
+        answers.append(one)
+    stream = b"".join(answers) + script.take(512)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        holder = RemoteHolder(_HOLDER, cast(Any, theirs))
+        for index, n_pairs in enumerate(asked):
+            pairs = np.zeros(n_pairs, np.int32)
+            request = Request(index, memoryview(b"request"), pairs, WIDTH, 0, 1 << 62)
+            holder.submit(request)
+        holder.send_pending()
+        ours.sendall(stream)
+        ours.shutdown(socket.SHUT_WR)
+        answered = 0
+        try:
+            while (reply := holder.receive_reply()) is not None:
+                request, header, payload = reply
+                require(request.request_id == answered, "replies out of order")
+                require(header.request_id == answered, "a reply to another request")
+                require(len(payload) == header.payload_bytes, "a payload of another size")
+                if header.code is ReplyCode.OK:
+                    require(header.n_pairs == len(request.pairs), "rows for other pairs")
+                    require(len(payload) == 4 * WIDTH * header.n_pairs, "rows of another width")
+                answered += 1
+        except RemoteProtocolError as error:
+            require_sentence(error)
+        except OSError:
+            pass
+        require(answered <= len(asked), "more replies than requests")
+
+
+def remote_holder_seeds() -> Iterable[bytes]:
+    """Good replies, a refusal, damage, more than was asked for."""
+    yield bytes([1, 2, 3, 0x11, 0x11])
+    yield bytes([3, 0, 1, 2, 3, 0x51, 0x11, 0x50, 0x11])
+    yield bytes([0, 1, 0x91, 1, 4, 9, 40, 7, 0]) + bytes(90)
+    yield bytes([0, 3, 0x10])
+
+
+# --- native code --------------------------------------------------------------------------------------------
+
+
+@cache
+def _kernel() -> GgmlCpuKernel:
+    """Two layers of seven experts with every kind of tensor, sizes that are a multiple of nothing."""
+    return make_bench(ODD_SHAPES).kernel(experts=(0, 1, 2, 4, 6))
+
+
+def run_kernel(data: bytes) -> None:
+    """The native kernel on indices that nobody checked: right or refused, never outside a buffer."""
+    script = _Script(data)
+    kernel = _kernel()
+    layer, n_rows, n_pairs = script.index(), 1 + (script.byte() & 7), 1 + (script.byte() & 31)
+    rows = np.array([script.index() for _ in range(n_pairs)], np.int32)
+    experts = np.array([script.index() for _ in range(n_pairs)], np.int32)
+    try:
+        number = kernel.add_program(PROGRAMS[script.byte() % len(PROGRAMS)])
+        width_in, width_out = kernel.row_widths(layer, number)
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    x = np.frombuffer(script.take(4 * n_rows * width_in).ljust(4 * n_rows * width_in, b"?"), np.float32)
+    out = np.full(n_pairs * width_out + 16, _GUARD, np.float32)
+    is_sound = n_rows <= n_pairs and bool(
+        ((rows >= 0) & (rows < n_rows) & np.isin(experts, (0, 1, 2, 4, 6))).all()
+    )
+    try:
+        kernel.compute(
+            layer,
+            number,
+            n_rows,
+            n_pairs,
+            x.ctypes.data,
+            rows.ctypes.data,
+            experts.ctypes.data,
+            out.ctypes.data,
+        )
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        require(not is_sound, "a sound request was refused")
+        require(bool((out == _GUARD).all()), "a refused request wrote rows")
+        return
+    require(is_sound, "a foreign expert or row was computed")
+    require(bool((out[-16:] == _GUARD).all()), "something was written behind the rows")
+
+
+_GUARD: Final = np.float32(-777.25)
+
+
+def kernel_seeds() -> Iterable[bytes]:
+    """A sound request of each program, and one of each kind of wrong index."""
+    for program in range(len(PROGRAMS)):
+        yield bytes([2, 1, 2, 0, 1, 1, 0, 4, 6, program]) + bytes(range(200))
+    yield bytes([2, 1, 1, 0, 9, 0, 1, 0])
+    yield bytes([0, 0, 0, 0xFF, 255, 255, 255, 255, 0, 0])
+    yield bytes([1, 0, 0, 0, 0, 0])
+
+
+def run_rows(data: bytes) -> None:
+    """Partition, packing and scattering of rows against a plain reading of what they promise."""
+    native = load()
+    script = _Script(data)
+    n_tokens, n_slots, n_embd = 1 + (script.byte() & 7), 1 + (script.byte() & 3), 1 + (script.byte() & 7)
+    n_expert, n_holders, per_slot = 1 + (script.byte() & 7), 1 + (script.byte() & 3), bool(script.byte() & 1)
+    holder_of = np.array([script.index() % (n_holders + 1) - 1 for _ in range(n_expert)], np.int32)
+    n_pairs = n_tokens * n_slots
+    ids = np.array([script.index() for _ in range(n_pairs)], np.int32)
+    pairs, counts = np.full(n_pairs, -9, np.int32), np.empty(n_holders, np.int32)
+    status = native.partition(
+        ids.ctypes.data,
+        n_pairs,
+        holder_of.ctypes.data,
+        n_expert,
+        n_holders,
+        pairs.ctypes.data,
+        counts.ctypes.data,
+    )
+    is_sound = bool(((ids >= 0) & (ids < n_expert)).all()) and bool((holder_of[ids] >= 0).all())
+    require((status == 0) == is_sound, "an id that nobody holds was dealt out, or a sound one refused")
+    if not is_sound:
+        return
+    x = np.arange((n_pairs if per_slot else n_tokens) * n_embd, dtype=np.float32).reshape(-1, n_embd)
+    out = np.full((n_pairs, n_embd), np.nan, np.float32)
+    begin = 0
+    for holder, count in enumerate(counts.tolist()):
+        mine = pairs[begin : begin + count].copy()
+        begin += count
+        expected = [i for i in range(n_pairs) if holder_of[ids[i]] == holder]
+        require(mine.tolist() == expected, "a holder got other pairs than its own")
+        if not count:
+            continue
+        row_of, expert_of = np.empty(count, np.int32), np.empty(count, np.int32)
+        rows = np.empty((count, n_embd), np.float32)
+        n_rows = native.pack_rows(
+            x.ctypes.data,
+            n_embd,
+            n_slots,
+            per_slot,
+            ids.ctypes.data,
+            mine.ctypes.data,
+            count,
+            row_of.ctypes.data,
+            expert_of.ctypes.data,
+            rows.ctypes.data,
+        )
+        source = mine if per_slot else mine // n_slots
+        require(n_rows == len(set(source.tolist())), "another number of rows than are needed")
+        require(bool((expert_of == ids[mine]).all()), "other experts than were chosen")
+        answer = rows[row_of]
+        require(bool((answer == x[source]).all()), "other rows than were chosen")
+        bad = script.byte() % (count + 1)
+        if bad < count:
+            answer[bad, script.byte() % n_embd] = (np.nan, np.inf, -np.inf)[script.byte() % 3]
+        status = native.scatter_rows(answer.ctypes.data, mine.ctypes.data, count, n_embd, out.ctypes.data)
+        require(status == (bad if bad < count else -1), "a row that is not finite went through")
+        written = mine[:bad]
+        require(bool((out[written] == x[source[:bad]]).all()), "rows in other places than their own")
+        require(bool(np.isnan(out[mine[bad:]]).all()), "a row was written behind one that is not finite")
+
+
+def rows_seeds() -> Iterable[bytes]:
+    """Sound calls of several shapes, one row that is not finite."""
+    yield bytes([3, 1, 3, 3, 1, 0, 1, 2, 1, 2, 0, 1, 2, 3, 3, 2, 1, 0, 255, 255])
+    yield bytes([7, 3, 0, 7, 3, 1, *[1, 2, 3, 4] * 2, *[each % 8 for each in range(32)], 9, 9, 9, 9])
+    yield bytes([1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 2, 0, 0])
+
+
+TARGETS: Final = {
+    target.name: target
+    for target in (
+        Target("gguf", run_gguf, gguf_seeds, 8192),
+        Target("manifest", run_manifest, manifest_seeds, document_offset=1),
+        Target("codec", run_codec, codec_seeds, document_offset=1),
+        Target("framing", run_framing, framing_seeds, 1024),
+        Target("signed", run_signed, signed_seeds, document_offset=1),
+        Target("program", run_program, program_seeds, 2048, document_offset=0),
+        Target("dispatch-header", run_dispatch_header, dispatch_header_seeds, 128),
+        Target("worker-connection", run_worker_connection, stream_seeds, 1024),
+        Target("remote-holder", run_remote_holder, remote_holder_seeds, 1024),
+        Target("kernel", run_kernel, kernel_seeds, 1024),
+        Target("rows", run_rows, rows_seeds, 256),
+    )
+}
+"""Every target by its name."""
