@@ -30,7 +30,8 @@ END_OF_TEXT = "<|endoftext|>"
 class ModelShape:
     """The sizes of a model; every maker takes one and ignores what its architecture does not have.
 
-    qwen2moe and grok have no head size of their own: theirs is `n_embd / n_head`.
+    qwen2moe and grok have no head size of their own: theirs is `n_embd / n_head`. With `tensors_a_part`
+    the model is split into files of so many tensors, named as llama.cpp names them.
     """
 
     n_layer: int = 4
@@ -45,6 +46,7 @@ class ModelShape:
     n_ctx_train: int = 2048
     seed: int = 1
     tokenizer: bool = False
+    tensors_a_part: int = 0
 
 
 class _Maker:
@@ -53,10 +55,9 @@ class _Maker:
     def __init__(
         self, path: Path, architecture: str, shape: ModelShape, *, cached_row: tuple[int, int] | None = None
     ) -> None:
-        self.path = path
         self.shape = shape
         self.draws = np.random.Generator(np.random.PCG64(shape.seed))
-        self.writer = gguf.GGUFWriter(path, architecture)
+        self.writer = gguf.GGUFWriter(path, architecture, split_max_tensors=shape.tensors_a_part)
         self.n_vocab = shape.n_vocab
         writer = self.writer
         writer.add_name(f"random {architecture}")
@@ -158,12 +159,13 @@ class _Maker:
         self.matrix(f"blk.{layer}.ffn_down{kind}.weight", n_ff, n_embd)
 
     def finish(self) -> Path:
-        """Write the file."""
+        """Write the file, or all parts; returns the path of the first."""
+        first, *_ = self.writer.print_plan()
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
         self.writer.close()
-        return self.path
+        return first
 
 
 def make_qwen3moe(path: Path, shape: ModelShape = ModelShape(), *, scales: bool = False) -> Path:
@@ -340,7 +342,8 @@ def quantise(
 
     Rows that are not a whole number of blocks get llama.cpp's fallback type, as in real files. `types_of`
     gives tensors another type: a pattern of their names, and ggml's name of the type. `pure`: the one type
-    everywhere, not llama.cpp's mixture. The types that cannot do without get an importance matrix, in which
+    everywhere, not llama.cpp's mixture. With `keep_split` a split model stays one, and
+    `destination` is what its parts' names begin with. The types that cannot do without get an importance matrix, in which
     each column of a matrix matters differently.
     """
     import llama_cpp

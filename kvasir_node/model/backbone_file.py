@@ -18,6 +18,7 @@ from typing import Final
 from kvasir_node.model.gguf_format import metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import copy_tensor, lay_out, new_file, verified_pieces
+from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
@@ -57,15 +58,11 @@ def write_model_file(
         [(each.name, each.type if keep(each) else hole_type(each), each.shape) for each in manifest.tensors],
         gguf.alignment,
     )
-    try:
-        file = source.open("rb")
-    except OSError as error:
-        raise ModelUnusable(f"{source} cannot be read: {error.strerror or error}") from error
-    with file, new_file(destination) as output:
+    with ModelBytes(source, manifest.file_size_bytes) as model, new_file(destination) as output:
         output.write(header)
         for tensor, place in zip(manifest.tensors, placed, strict=True):
             if keep(tensor):
-                copy_tensor(file, tensor, output, place.offset, on_bytes)
+                copy_tensor(model, tensor, output, place.offset, on_bytes)
         output.truncate(size_bytes)
 
 
@@ -98,10 +95,10 @@ def verify_backbone_file(path: Path, manifest: ModelManifest) -> None:
     _, placed, size_bytes = lay_out(tuple(gguf.metadata.values()), expected, gguf.alignment)
     if gguf.tensors != placed or gguf.size_bytes != size_bytes:
         raise ModelUnusable(f"{path} is damaged: it is not laid out as the manifest says")
-    with path.open("rb") as file:
+    with ModelBytes(path, size_bytes) as written:
         for tensor, place in zip(manifest.tensors, placed, strict=True):
             if not tensor.is_expert:
-                for _ in verified_pieces(file, replace(tensor, offset=place.offset)):
+                for _ in verified_pieces(written, replace(tensor, offset=place.offset)):
                     pass
 
 

@@ -116,9 +116,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A validated header. Tensors are in the file's order; `data_offset` is where their bytes begin."""
+    """A validated header. Tensors are in the file's order; `data_offset` is where their bytes begin.
+
+    Of a split model it is the first part's, with the tensors of all parts: their offsets and `size_bytes`
+    count through the files at `paths`, one after the other.
+    """
 
     path: Path
+    paths: tuple[Path, ...]
     version: int
     alignment: int
     metadata: Mapping[str, MetadataEntry]

@@ -3,7 +3,8 @@
 Decides whether a file is a GGUF file we can use, and says in one sentence, naming the field, why it is not.
 Apart from llama.cpp because that reader trusts its input: only files that passed here and were written again
 by Kvasir are ever opened by it. Every count, length, type and offset is checked before it is used, and no
-more than the header is read. It knows nothing of experts; `model_manifest` judges those.
+more than the header is read. Which files make a split model is `gguf_split`'s part. It knows nothing of
+experts; `model_manifest` judges those.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvasir_node.model.gguf_format import (
     ValueType,
     aligned,
 )
+from kvasir_node.model.gguf_split import joined, other_parts
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import (
     DIMENSION_MAX,
@@ -53,17 +55,29 @@ _READ_SIZE_BYTES: Final = 1 << 20
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The header of the file at `path`, validated in full.
+    """The header of the model at `path`, validated in full: one file, or the first part of a split model.
 
-    Raises `ModelUnusable` when the file cannot be read, is not GGUF of version 2 or 3 in little-endian
-    order, or when any part of its header is out of bounds or contradicts the file's size.
+    Raises `ModelUnusable` when a file cannot be read, is not GGUF of version 2 or 3 in little-endian order,
+    when any part of a header is out of bounds or contradicts the file's size, or when the parts of a split
+    model contradict each other.
     """
+    first = _read_part(path, HEADER_SIZE_BYTES_MAX)
+    parts = [first]
+    room = HEADER_SIZE_BYTES_MAX - first.data_offset
+    for other in other_parts(first):
+        parts.append(_read_part(other, room))
+        room -= parts[-1].data_offset
+    return joined(parts)
+
+
+def _read_part(path: Path, header_size_bytes_max: int) -> GgufFile:
+    """The header of one file, which may be a part without any tensor."""
     try:
         # Before opening: to open a pipe would wait for somebody to write into it.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelUnusable(f"{path} is not a regular file")
         with path.open("rb") as file:
-            return _Header(path, file, os.fstat(file.fileno()).st_size).read()
+            return _Header(path, file, os.fstat(file.fileno()).st_size, header_size_bytes_max).read()
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -71,10 +85,11 @@ def read_gguf(path: Path) -> GgufFile:
 class _Header:
     """The header under examination: what has been read of it, and how far we are."""
 
-    def __init__(self, path: Path, file: BinaryIO, size_bytes: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size_bytes: int, header_size_bytes_max: int) -> None:
         self._path = path
         self._file = file
         self._size_bytes = size_bytes
+        self._header_size_bytes_max = header_size_bytes_max
         self._buffer = bytearray()
         self._position = 0
 
@@ -89,6 +104,8 @@ class _Header:
         alignment = self._alignment_of(metadata)
         infos = [self._read_tensor_info(index) for index in range(n_tensor)]
         data_offset = aligned(self._position, alignment)
+        if not infos:  # nothing follows that would need padding
+            data_offset = min(data_offset, self._size_bytes)
         self._take(data_offset - self._position, "the padding after the tensor list")
         tensors = tuple(
             GgufTensor(each.name, each.type, each.shape, data_offset + each.offset, each.size_bytes)
@@ -97,6 +114,7 @@ class _Header:
         self._check_layout(tensors, alignment, data_offset)
         return GgufFile(
             path=self._path,
+            paths=(self._path,),
             version=version,
             alignment=alignment,
             metadata=MappingProxyType(metadata),
@@ -119,7 +137,7 @@ class _Header:
             self._refuse(f"version {version} is not known; versions 2 and 3 are")
         n_tensor = self._number("Q", "the number of tensors")
         n_entry = self._number("Q", "the number of metadata entries")
-        if not 1 <= n_tensor <= TENSORS_MAX:
+        if n_tensor > TENSORS_MAX:
             self._refuse(f"the number of tensors, {n_tensor}, is not in 1..{TENSORS_MAX}")
         if n_entry > METADATA_ENTRIES_MAX:
             self._refuse(f"the number of metadata entries, {n_entry}, exceeds {METADATA_ENTRIES_MAX}")
@@ -233,8 +251,8 @@ class _Header:
         begin, end = self._position, self._position + size_bytes
         if end > self._size_bytes:
             self._refuse(f"it is cut short or lies about its sizes: {what} reaches past the end of the file")
-        if end > HEADER_SIZE_BYTES_MAX:
-            self._refuse(f"{what} makes the header larger than {HEADER_SIZE_BYTES_MAX} bytes")
+        if end > self._header_size_bytes_max:
+            self._refuse(f"{what} makes the header larger than {self._header_size_bytes_max} bytes")
         while len(self._buffer) < end:
             data = self._file.read(max(_READ_SIZE_BYTES, end - len(self._buffer)))
             if not data:

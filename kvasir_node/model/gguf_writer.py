@@ -12,16 +12,14 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 from kvasir_node.durable_file import durable_file
 from kvasir_node.model.gguf_format import GgufTensor, MetadataEntry, aligned, encode_header
+from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, tensor_size_bytes
 from kvasir_proto.tensor_types import TensorType
-
-COPY_SIZE_BYTES: Final = 1 << 20
-"""How much of a tensor is in memory at once."""
 
 
 def lay_out(
@@ -59,7 +57,7 @@ def new_file(destination: Path) -> Iterator[BinaryIO]:
 
 
 def copy_tensor(
-    source: BinaryIO,
+    source: ModelBytes,
     tensor: ManifestTensor,
     destination: BinaryIO,
     offset: int,
@@ -77,30 +75,18 @@ def copy_tensor(
             on_bytes(len(piece))
 
 
-def verified_pieces(source: BinaryIO, tensor: ManifestTensor) -> Iterator[bytes]:
+def verified_pieces(source: ModelBytes, tensor: ManifestTensor) -> Iterator[bytes]:
     """The bytes of one tensor in pieces, checked against its digests.
 
     Raises `ModelUnusable` after the last piece of a part whose digest is not the manifest's.
     """
     for digest, offset, size_bytes in _digested_parts(tensor):
         hasher = hashlib.sha256()
-        for piece in read_pieces(source, offset, size_bytes, tensor.name):
+        for piece in source.pieces(offset, size_bytes):
             hasher.update(piece)
             yield piece
         if hasher.digest() != digest:
-            raise ModelUnusable(f"{source.name} is damaged: {tensor.name} has not the manifest's digest")
-
-
-def read_pieces(source: BinaryIO, offset: int, size_bytes: int, what: str) -> Iterator[bytes]:
-    """The bytes at `offset` in pieces; `ModelUnusable`, naming `what`, when the file ends before."""
-    if source.tell() != offset:
-        source.seek(offset)
-    while size_bytes:
-        piece = source.read(min(size_bytes, COPY_SIZE_BYTES))
-        if not piece:
-            raise ModelUnusable(f"{source.name} is cut short: it ends inside {what}")
-        size_bytes -= len(piece)
-        yield piece
+            raise ModelUnusable(f"{source.path} is damaged: {tensor.name} has not the manifest's digest")
 
 
 def _digested_parts(tensor: ManifestTensor) -> Iterator[tuple[bytes, int, int]]:

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
-from kvasir_node.model.gguf_writer import read_pieces
+from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_proto.errors import LocalProtocolError, ModelUnusable
 from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX
 from kvasir_proto.manifest import (
@@ -88,15 +88,12 @@ def manifest_of(gguf: GgufFile, progress: Progress | None = None) -> ModelManife
 def expert_geometry(gguf: GgufFile) -> ExpertGeometry:
     """The counts of the model; `ModelUnusable`, naming the field, when it is not a usable Mixture of Experts.
 
-    A file that is one part of a split model, or has one tensor an expert (the form before 2024), is refused
-    by name.
+    A file that has one tensor an expert (the form before 2024) is refused by name.
     """
     fields = _Fields(gguf)
     architecture = fields.text("general.architecture")
     if _ARCHITECTURE.fullmatch(architecture) is None:
         raise fields.refusal("general.architecture is not a plain name")
-    if fields.count("split.count", 0, EXPERTS_MAX, missing=1) > 1:
-        raise fields.refusal("it is one part of a split model; join the parts with llama-gguf-split first")
 
     experts = _expert_tensors(fields, gguf)
     key = f"{architecture}."
@@ -214,26 +211,21 @@ def _digested_tensors(gguf: GgufFile, progress: Progress | None) -> tuple[Manife
     digests: dict[str, bytes] = {}
     total = sum(each.size_bytes for each in gguf.tensors)
     done = 0
-    try:
-        with gguf.path.open("rb") as file:
-            for tensor in sorted(gguf.tensors, key=lambda each: each.offset):
-                is_expert = is_expert_name(tensor.name)
-                n_part = tensor.shape[-1] if is_expert else 1
-                size_bytes = tensor.size_bytes // n_part
-                parts = []
-                for part in range(n_part):
-                    hasher = hashlib.sha256()
-                    for piece in read_pieces(
-                        file, tensor.offset + part * size_bytes, size_bytes, tensor.name
-                    ):
-                        hasher.update(piece)
-                    parts.append(hasher.digest())
-                digests[tensor.name] = b"".join(parts)
-                done += tensor.size_bytes
-                if progress is not None:
-                    progress(done, total)
-    except OSError as error:
-        raise ModelUnusable(f"{gguf.path} cannot be read: {error.strerror or error}") from error
+    with ModelBytes(gguf.path, gguf.size_bytes) as source:
+        for tensor in sorted(gguf.tensors, key=lambda each: each.offset):
+            is_expert = is_expert_name(tensor.name)
+            n_part = tensor.shape[-1] if is_expert else 1
+            size_bytes = tensor.size_bytes // n_part
+            parts = []
+            for part in range(n_part):
+                hasher = hashlib.sha256()
+                for piece in source.pieces(tensor.offset + part * size_bytes, size_bytes):
+                    hasher.update(piece)
+                parts.append(hasher.digest())
+            digests[tensor.name] = b"".join(parts)
+            done += tensor.size_bytes
+            if progress is not None:
+                progress(done, total)
     return tuple(
         ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digests[each.name])
         for each in gguf.tensors

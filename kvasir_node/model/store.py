@@ -13,7 +13,7 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from typing import Any, Final
 from kvasir_node.durable_file import PARTIAL_PREFIX
 from kvasir_node.model.backbone_file import backbone_tensors, verify_backbone_file, write_backbone_file
 from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
 from kvasir_node.model.reference_file import write_reference_file
@@ -94,7 +95,7 @@ class ModelStore:
         """
         path = path.absolute()
         gguf = read_gguf(path)
-        identity = _file_identity(path)
+        identity = _identity_of(gguf.paths)
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -180,7 +181,7 @@ class ModelStore:
             file.write(manifest.encode())
         entry = {
             "schema_version": ENTRY_SCHEMA_VERSION,
-            "name": path.stem,
+            "name": model_name(path),
             "source_path": str(path),
             "source_identity": identity,
         }
@@ -238,13 +239,17 @@ def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[
     return add
 
 
-def _file_identity(path: Path) -> tuple[int, ...]:
-    """What changes when somebody writes to a file or puts another in its place."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+def _identity_of(paths: Sequence[Path]) -> tuple[int, ...]:
+    """What changes when somebody writes to the file or one of its parts, or puts another in its place."""
+    identity: tuple[int, ...] = ()
+    for each in paths:
+        try:
+            status = each.stat()
+        except OSError as error:
+            raise ModelUnusable(f"{each} cannot be read: {error.strerror or error}") from error
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        identity += (status.st_dev, status.st_ino, status.st_size, *times)
+    return identity
 
 
 def _require_space(directory: Path, needed_bytes: int, what: str) -> None:
