@@ -109,16 +109,22 @@ def open_home(locations: Locations, configuration: Configuration) -> Home:
     return Home(locations, configuration, load_or_create_identity(locations.identity_file))
 
 
-def resolve_model(home: Home, name_or_path: str | None, progress: Progress | None = None) -> StoredModel:
+def resolve_model(
+    home: Home,
+    name_or_path: str | None,
+    progress: Progress | None = None,
+    judge: Callable[[Path], None] | None = None,
+) -> StoredModel:
     """The model that a user means: a file, a name or digest in the store, or the demo model for None.
 
-    A file is taken into the store; ``progress`` is told (bytes done, bytes in all). Raises `ModelUnusable`.
+    A file is taken into the store; ``progress`` is told (bytes done, bytes in all), and ``judge`` shown its
+    backbone file (see `ModelStore.add`). Raises `ModelUnusable`.
     """
     if name_or_path is None:
         return home.models.add(DEMO_MODEL, progress)
     path = Path(name_or_path).expanduser()
     if path.suffix == ".gguf" or path.exists():
-        return home.models.add(path, progress)
+        return home.models.add(path, progress, judge)
     return home.models.get(name_or_path)
 
 

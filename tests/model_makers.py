@@ -342,8 +342,8 @@ def quantise(
 
     Rows that are not a whole number of blocks get llama.cpp's fallback type, as in real files. `types_of`
     gives tensors another type: a pattern of their names, and ggml's name of the type. `pure`: the one type
-    everywhere, not llama.cpp's mixture. With `keep_split` a split model stays one, and
-    `destination` is what its parts' names begin with. The types that cannot do without get an importance matrix, in which
+    everywhere, not llama.cpp's mixture. With `keep_split` a split model stays one, and `destination` is what
+    its parts' names begin with. The types that cannot do without get an importance matrix, in which
     each column of a matrix matters differently.
     """
     import llama_cpp

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.backbone.tensor_placement import place_tensors
+from kvasir_node.engine.llama_log import forget_errors, why_it_failed
 from kvasir_node.ggml_devices import NO_DEVICE, trunk_device
 from kvasir_node.native_library import load_ggml
 from kvasir_proto.errors import EngineFailed, ModelUnusable, UsageError
@@ -58,10 +59,18 @@ class DecodeFailed(EngineFailed):
 class Trunk:
     """A loaded model with one context and one sequence. Not thread-safe: one thread drives it."""
 
-    def __init__(self, path: Path, settings: TrunkSettings, experts: ExpertSource | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: TrunkSettings,
+        experts: ExpertSource | None,
+        *,
+        header_only: bool = False,
+    ) -> None:
         """Load ``path``; without ``experts`` llama.cpp computes the whole model.
 
-        Raises `ModelUnusable` when llama.cpp refuses the file or the context, `ConfigurationInvalid` when the
+        With ``header_only`` no tensor's bytes are loaded, and nothing can be decoded. Raises `ModelUnusable`,
+        with llama.cpp's reason, when it refuses the file or the context, `ConfigurationInvalid` when the
         device is not there.
         """
         self._experts = experts
@@ -70,14 +79,16 @@ class Trunk:
         self.device_name = NO_DEVICE if device is None else device.name
         address = None if device is None else device.address
         parameters = llama_cpp.llama_model_default_params()
+        parameters.no_alloc = header_only
         if experts is not None:
             experts.attach(parameters, address)
         else:
             on_processor = None if device is None else load_ggml().cpu_buffer_type()
             self._kept = place_tensors(parameters, trunk_device=address, expert_buffer_type=on_processor)
+        forget_errors()
         self._model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
-            raise ModelUnusable(f"llama.cpp could not load {path.name}")
+            raise ModelUnusable(f"llama.cpp could not load {path.name}{why_it_failed()}")
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = settings.n_ctx
@@ -94,7 +105,9 @@ class Trunk:
         self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
             llama_cpp.llama_model_free(self._model)
-            raise ModelUnusable(f"llama.cpp could not make a context of {settings.n_ctx} tokens")
+            raise ModelUnusable(
+                f"llama.cpp could not make a context of {settings.n_ctx} tokens{why_it_failed()}"
+            )
         if not llama_cpp.llama_get_memory(self._context):
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)

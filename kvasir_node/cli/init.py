@@ -27,6 +27,7 @@ def init(
     Can be called again: an identity that exists is kept, a swarm that exists is not founded twice.
     """
     from kvasir_node import app
+    from kvasir_node.backbone.trial import try_backbone_file
 
     if model is not None and not found:
         raise UsageError("--model is the model of a swarm to found: add --found")
@@ -43,7 +44,7 @@ def init(
         # Before a large model is read for nothing.
         home.swarm_files.check_unfounded(home.identity.private_key)
         with progress_on_stderr("reading the model") as progress:
-            stored = app.resolve_model(home, configuration.model, progress)
+            stored = app.resolve_model(home, configuration.model, progress, try_backbone_file)
         founding = app.found_swarm(home, stored, compact_activations=compact_activations)
         document |= {
             "swarm": founding.swarm.digest.hex(),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvasir_node.backbone.trial import try_backbone_file
 from kvasir_node.cli.output import json_option, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
@@ -26,14 +27,15 @@ def models() -> None:
 @json_option
 @click.pass_obj
 def add_model(session: CommandSession, file: Path, as_json: bool) -> None:
-    """Take the GGUF FILE in: check it, hash every expert, write the backbone file.
+    """Take the GGUF FILE in: check it, hash every expert, write the backbone file, let llama.cpp judge it.
 
-    The file stays where it is; workers of this home read their experts from it.
+    The file stays where it is; workers of this home read their experts from it. Of a model in several files
+    give the first.
     """
     session.configure()
     session.locations.prepare()
     with progress_on_stderr("hashing") as progress:
-        model = ModelStore(session.locations.models).add(file, progress)
+        model = ModelStore(session.locations.models).add(file, progress, try_backbone_file)
     if as_json:
         print_json({"schema_version": 1, "model": file_report(model)})
         return

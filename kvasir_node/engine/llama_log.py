@@ -1,12 +1,14 @@
 """What llama.cpp and ggml say, as events of ours instead of lines on standard error.
 
 llama.cpp prints some hundreds of lines for each model. Its errors become warnings, because whatever failed is
-reported by us as well; all the rest is for somebody who looks for a bug. The module decides nothing else.
+reported by us as well; all the rest is for somebody who looks for a bug. The first error of a call is kept,
+because llama.cpp returns nothing but a null pointer. The module decides nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Final
 
 import llama_cpp
@@ -18,6 +20,9 @@ log = get_logger()
 _ERROR: Final = 4  # as ggml.h counts; the table in llama_cpp._logger is an older one
 _CONTINUED: Final = 5
 
+_WHERE: Final = re.compile(r"(?:(?:[A-Za-z_]\w*|error loading model): )+", re.ASCII)
+"""What llama.cpp puts before the reason: in which function of its own, doing what."""
+
 
 class _LineAssembler:
     """Puts together the pieces of a line that llama.cpp logs one by one."""
@@ -25,6 +30,7 @@ class _LineAssembler:
     def __init__(self) -> None:
         self._level = 0
         self._text = ""
+        self.first_error = ""
 
     def take(self, level: int, piece: bytes) -> None:
         if level != _CONTINUED:
@@ -35,6 +41,7 @@ class _LineAssembler:
         text, self._text = self._text.strip(), ""
         if self._level == _ERROR:
             log.warning("llama_cpp_error", text=text)
+            self.first_error = self.first_error or text
         elif text:
             log.debug("llama_cpp_said", text=text)
 
@@ -45,6 +52,18 @@ _assembler = _LineAssembler()
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _callback(level: int, piece: bytes, _: ctypes.c_void_p) -> None:
     _assembler.take(level, piece)
+
+
+def forget_errors() -> None:
+    """Say that a call begins whose failure is to be explained."""
+    _assembler.first_error = ""
+
+
+def why_it_failed() -> str:
+    """ ": " and the first error since `forget_errors`, in llama.cpp's words; empty when it gave none."""
+    where = _WHERE.match(_assembler.first_error)
+    reason = _assembler.first_error[where.end() if where else 0 :]
+    return f": {reason}" if reason else ""
 
 
 def capture_llama_log() -> None:

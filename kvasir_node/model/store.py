@@ -86,12 +86,18 @@ class ModelStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def add(self, path: Path, progress: Progress | None = None) -> StoredModel:
+    def add(
+        self,
+        path: Path,
+        progress: Progress | None = None,
+        judge: Callable[[Path], None] | None = None,
+    ) -> StoredModel:
         """Take the model at `path` into the store: manifest, backbone file, and where the source is.
 
         Reads the whole file once, unless this very file (same inode, size and change time) is in the store
         already; what is there is checked and made again where it is damaged. `progress` is told (bytes done,
-        bytes in all). Raises `ModelUnusable` when the model cannot be used or the disk has no room.
+        bytes in all). `judge` is shown the backbone file before the model counts as added, and raises when
+        it is no good. Raises `ModelUnusable` when the model cannot be used or the disk has no room.
         """
         path = path.absolute()
         gguf = read_gguf(path)
@@ -103,13 +109,17 @@ class ModelStore:
         with self._locked():
             known = self._unchanged(path, identity)
             if known is not None and known.manifest.header_sha256 == gguf.header_sha256:
-                with contextlib.suppress(ModelUnusable):
+                try:
                     verify_backbone_file(known.backbone_path, known.manifest)
+                except ModelUnusable:
+                    pass  # it is made again
+                else:
+                    _ask(judge, path, known.backbone_path)
                     return known
             hashed = sum(each.size_bytes for each in gguf.tensors)
             total = hashed + sum(each.size_bytes for each in gguf.tensors if not is_expert_name(each.name))
             manifest = manifest_of(gguf, progress and (lambda done, _: progress(done, total)))
-            return self._build(path, identity, manifest, _counted(progress, total, hashed))
+            return self._build(path, identity, manifest, _counted(progress, total, hashed), judge)
 
     def list(self) -> tuple[StoredModel, ...]:
         """Every usable model, by name. Rests of an interrupted `add` are not among them."""
@@ -162,7 +172,12 @@ class ModelStore:
         return None
 
     def _build(
-        self, path: Path, identity: tuple[int, ...], manifest: ModelManifest, on_bytes: Callable[[int], None]
+        self,
+        path: Path,
+        identity: tuple[int, ...],
+        manifest: ModelManifest,
+        on_bytes: Callable[[int], None],
+        judge: Callable[[Path], None] | None,
     ) -> StoredModel:
         """Make or mend the directory of one model, the entry last."""
         directory = self._directory / manifest.digest().hex()
@@ -177,6 +192,7 @@ class ModelStore:
             needed = manifest.data_offset + manifest.trunk_size_bytes()
             _require_space(directory, needed, "the backbone file")
             write_backbone_file(path, manifest, backbone, on_bytes)
+        _ask(judge, path, backbone)
         with new_file(directory / _MANIFEST) as file:
             file.write(manifest.encode())
         entry = {
@@ -237,6 +253,15 @@ def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[
             progress(done, total)
 
     return add
+
+
+def _ask(judge: Callable[[Path], None] | None, source: Path, backbone: Path) -> None:
+    """Show the backbone file to `judge`; its refusal names the file that the user knows."""
+    if judge is not None:
+        try:
+            judge(backbone)
+        except ModelUnusable as error:
+            raise ModelUnusable(f"{source} cannot be used: {error}") from error
 
 
 def _identity_of(paths: Sequence[Path]) -> tuple[int, ...]:
