@@ -11,15 +11,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ENVIRONMENT := $(VENV)/.environment-stamp
 NATIVE := $(VENV)/.native-stamp
+FUZZ := $(VENV)/.fuzz-stamp
+SECONDS ?= 60
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup demo test lint type bench shapes clean
+.PHONY: help setup demo test fuzz lint type bench shapes clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
 	@echo 'make demo    run a swarm on this machine with the model that ships with it'
 	@echo 'make test    run the tests'
+	@echo 'make fuzz    feed noise to what reads strangers'"'"' bytes, for SECONDS=60'
 	@echo 'make lint    check style and formatting'
 	@echo 'make type    check types'
 	@echo 'make bench   measure the swarm against a single process'
@@ -33,6 +36,10 @@ demo: $(NATIVE)
 
 test: $(NATIVE)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Findings and the inputs that were worth keeping lie in .fuzz; a later run goes on from there.
+fuzz: $(FUZZ)
+	@$(BIN)/python -W ignore::ResourceWarning -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(NATIVE)
 	@$(BIN)/ruff check .
@@ -48,7 +55,7 @@ shapes: $(NATIVE)
 	@$(BIN)/python -m tests.shapes $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz *.egg-info
 	rm -rf deploy/stand-ins/*/build deploy/stand-ins/*/*.egg-info
 	find kvasir_proto kvasir_node tests deploy -name __pycache__ -type d -prune -exec rm -rf {} +
 	find kvasir_node -maxdepth 1 -name '_native*.so' -delete
@@ -72,6 +79,11 @@ $(ENVIRONMENT): pyproject.toml deploy/constraints.txt $(STAND_INS) | $(BIN)/pyth
 	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} \
 		$(PIP) install $${CMAKE_ARGS:+--no-cache-dir} -c deploy/constraints.txt --group dev --editable .
 	@mv $@.started $@
+
+# Atheris has wheels for Linux on x86-64 only, and only fuzzing needs it.
+$(FUZZ): $(NATIVE)
+	$(PIP) install -c deploy/constraints.txt --group fuzz
+	@touch $@
 
 # Rebuilds the native library alone, when it is what changed since the environment was made.
 $(NATIVE): $(NATIVE_SOURCES) kvasir_node/__init__.py | $(ENVIRONMENT)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.fuzz.sanitised import build_sanitised, sanitised_environment
 from tests.fuzz.targets import TARGETS, Target
 
 INPUT_TIMEOUT_S: Final = 10
@@ -62,31 +63,48 @@ def main() -> int:
         return 0
     outcomes = []
     if not arguments.json:
-        print(f"{'target':<20}{'inputs':>12}{'a second':>10}{'branches':>10}{'peak MiB':>10}  finding")
-    for target in chosen:
-        outcome = run_target(target, arguments.seconds / len(chosen), arguments.corpus)
+        print(f"{'target':<22}{'inputs':>12}{'a second':>10}{'branches':>10}{'peak MiB':>10}  finding")
+    runs = [(target, library) for target in chosen for library in _libraries(target, arguments.corpus)]
+    for target, library in runs:
+        outcome = run_target(target, arguments.seconds / len(runs), arguments.corpus, library)
         outcomes.append(outcome)
         if arguments.json:
             print(json.dumps(asdict(outcome)), flush=True)
             continue
         print(
-            f"{outcome.target:<20}{outcome.inputs:>12,}{outcome.inputs / outcome.seconds:>10,.0f}"
+            f"{outcome.target:<22}{outcome.inputs:>12,}{outcome.inputs / outcome.seconds:>10,.0f}"
             f"{outcome.coverage:>10}{outcome.peak_mib:>10}  {outcome.finding or 'none'}",
             flush=True,
         )
     if not arguments.json:
-        print(f"{'all':<20}{sum(each.inputs for each in outcomes):>12,}")
+        print(f"{'all':<22}{sum(each.inputs for each in outcomes):>12,}")
     found = [each for each in outcomes if each.finding]
     for each in found:
         print(
-            f"see it again: python -m tests.fuzz --target {each.target} --replay {each.finding}",
+            f"see it again: python -m tests.fuzz --target {each.target.partition(',')[0]} "
+            f"--replay {each.finding}",
             file=sys.stderr,
         )
     return 1 if found else 0
 
 
-def run_target(target: Target, seconds: float, directory: Path) -> Outcome:
-    """Fuzz one target for about so long, with the corpus kept in `directory`."""
+def _libraries(target: Target, directory: Path) -> list[Path | None]:
+    """What a target runs on, one after the other: None is the ordinary native library."""
+    if not target.is_native:
+        return [None]
+    directory.mkdir(parents=True, exist_ok=True)
+    library = directory.absolute() / "native-sanitised.so"
+    trouble = build_sanitised(library)
+    if trouble:
+        print(f"{target.name}: no run with sanitizers, {trouble}", file=sys.stderr)
+    return [None] if trouble else [None, library]
+
+
+def run_target(target: Target, seconds: float, directory: Path, library: Path | None) -> Outcome:
+    """Fuzz one target for about so long, with the corpus kept in `directory`.
+
+    `library`: the native library with sanitizers, if that is to be used.
+    """
     corpus, left = directory / "corpus" / target.name, directory / "findings"
     corpus.mkdir(parents=True, exist_ok=True)
     left.mkdir(exist_ok=True)
@@ -95,7 +113,9 @@ def run_target(target: Target, seconds: float, directory: Path) -> Outcome:
     started = time.monotonic()
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.fuzz.one_target", target.name, str(corpus)),
+            *(sys.executable, "-m", "tests.fuzz.one_target", target.name),
+            str(library or ""),
+            str(corpus),
             f"-max_total_time={max(1, round(seconds))}",
             f"-max_len={target.size_bytes_max}",
             f"-timeout={INPUT_TIMEOUT_S}",
@@ -103,6 +123,7 @@ def run_target(target: Target, seconds: float, directory: Path) -> Outcome:
             f"-artifact_prefix={left}/{target.name}-",
             *("-print_final_stats=1", "-reload=0"),
         ],
+        env=None if library is None else sanitised_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -111,13 +132,13 @@ def run_target(target: Target, seconds: float, directory: Path) -> Outcome:
     )
     text = ended.stdout.decode(errors="replace")
     found = _LEFT.findall(text)
-    if ended.returncode != 0:
+    if ended.returncode != 0 or "runtime error:" in text or "AddressSanitizer" in text:
         log = left / f"{target.name}.log"
         log.write_text(text)
         found = found or [str(log)]
     branches = _COVERAGE.findall(text)
     return Outcome(
-        target=target.name,
+        target=target.name if library is None else f"{target.name}, sanitised",
         inputs=sum(map(int, _EXECUTED.findall(text))),
         seconds=time.monotonic() - started,
         coverage=int(branches[-1][0]) if branches else 0,

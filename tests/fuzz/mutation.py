@@ -36,7 +36,7 @@ def mutate_document(data: bytes, seed: int) -> bytes | None:
 def _changed(value: Any, draws: random.Random, depth: int) -> Any:
     """`value` with one change somewhere in it."""
     is_nested = isinstance(value, list | dict) and len(value) > 0 and depth < _DEPTH_MAX
-    if not is_nested or draws.random() < 0.15:
+    if not is_nested or draws.random() < (0.15 if depth else 0.01):
         return _replaced(value, draws)
     if isinstance(value, dict):
         changed = dict(value)

@@ -1,4 +1,4 @@
-"""One target under Atheris in this process: `python -m tests.fuzz.one_target NAME [libFuzzer's options]`.
+"""One target under Atheris in this process: `python -m tests.fuzz.one_target NAME LIBRARY [OPTIONS]`.
 
 The code under test is instrumented as it is imported, so this module imports nothing of it at its top. More
 memory than the target's own start took is a finding, and so is an input that takes seconds: libFuzzer ends
@@ -14,6 +14,7 @@ from typing import Final
 
 import atheris
 
+from kvasir_node import native_library
 from tests.fuzz.mutation import mutate_document
 
 MEMORY_BYTES_MAX: Final = 1 << 30
@@ -33,15 +34,21 @@ INSTRUMENTED: Final = [
 
 
 def main(arguments: list[str]) -> None:
-    """Fuzz the target named first; the rest is libFuzzer's. Does not return."""
-    name, *options = arguments
+    """Fuzz the target named first, with the native library named second if that is not empty.
+
+    The rest is libFuzzer's. Does not return.
+    """
+    name, sanitised, *options = arguments
     with atheris.instrument_imports(include=INSTRUMENTED):
         from tests.fuzz.targets import TARGETS
+    if sanitised:
+        native_library._library_path = lambda: sanitised
     target = TARGETS[name]
     for seed in target.seeds():
         target.run(seed)
-    size_bytes = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + MEMORY_BYTES_MAX,) * 2)
+    if not sanitised:  # a sanitizer reserves terabytes of addresses; there libFuzzer's own bound has to do
+        size_bytes = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + MEMORY_BYTES_MAX,) * 2)
 
     def mutate(data: bytes, size_bytes_max: int, seed: int) -> bytes:
         begin = target.document_offset
