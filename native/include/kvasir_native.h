@@ -186,7 +186,7 @@ KVASIR_API void kvasir_kernel_error(kvasir_kernel * kernel, char * error, size_t
 
 // One holder's part of a layer call.
 typedef struct kvasir_holder_part {
-    uint64_t frame;    // in: where its DISPATCH frame goes (header, row_of_pair, expert_of_pair, rows)
+    uint64_t frame;    // in: where its DISPATCH frame goes (header, row_of_pair, expert_of_pair, rows); aligned to 4
     uint64_t capacity; // in: bytes there
     int64_t n_pairs;   // out: how many of the pairs are its own
     int64_t n_rows;    // out: how many distinct rows they need

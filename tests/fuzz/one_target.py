@@ -14,7 +14,6 @@ from typing import Final
 
 import atheris
 
-from kvasir_node import native_library
 from tests.fuzz.mutation import mutate_document
 
 MEMORY_BYTES_MAX: Final = 1 << 30
@@ -42,6 +41,8 @@ def main(arguments: list[str]) -> None:
     with atheris.instrument_imports(include=INSTRUMENTED):
         from tests.fuzz.targets import TARGETS
     if sanitised:
+        from kvasir_node import native_library
+
         native_library._library_path = lambda: sanitised
     target = TARGETS[name]
     for seed in target.seeds():

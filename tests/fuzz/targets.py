@@ -25,7 +25,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvasir_node.backbone.holder import RemoteHolder, Request
+from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder, Request
 from kvasir_node.engine.certificate import EngineKey, verify_engine_certificate
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.gguf_reader import read_gguf
@@ -51,11 +51,13 @@ from kvasir_proto.term_proof import (
     verify_term_proof,
 )
 from tests.node.test_ggml_cpu import EVERYTHING, ODD_SHAPES, SWIGLU, make_bench
+from tests.node.test_rows import pack
 from tests.node.toy_experts import (
     LAYERS,
     OTHER_PROGRAM,
     PROGRAM,
     WIDTH,
+    Rows,
     ToyKernel,
     compute_rows,
     toy_manifest,
@@ -376,7 +378,7 @@ def dispatch_header_seeds() -> Iterable[bytes]:
     yield _OPENING.encode()
     yield from (_OPEN_FRAME[: dispatch.HEADER_BYTES], _PROGRAM_FRAME[: dispatch.HEADER_BYTES])
     yield _dispatch_frame(1, LAYERS[0], 0, 2, [0, 0, 1], [0, 3, 5])[: dispatch.HEADER_BYTES]
-    yield _reply_frame(7, 3, bytes(12))[: dispatch.HEADER_BYTES]
+    yield _reply_frame(7, 3, bytes(44))[: dispatch.HEADER_BYTES]
     yield dispatch.pack_refusal(7, ReplyCode.STALE_TERM, "another term")[: dispatch.HEADER_BYTES]
 
 
@@ -415,7 +417,6 @@ def _reply_frame(request: int, n_pairs: int, rows: bytes) -> bytes:
         n_pairs=n_pairs,
         received_ns=1,
         compute_ns=1,
-        digest=bytes(32),
     )
     return bytes(frame_bytes) + rows
 
@@ -518,7 +519,8 @@ def run_worker_connection(data: bytes) -> None:
         if header.code is ReplyCode.OK and header.n_pairs:
             layer, rows, experts = next(answered)
             expected = compute_rows(layer, rows, np.arange(len(rows), dtype=np.int32), experts)
-            require(bytes(replies[dispatch.HEADER_BYTES : end]) == expected.tobytes(), "wrong rows")
+            rows_end = end - dispatch.DIGEST_BYTES
+            require(bytes(replies[dispatch.HEADER_BYTES : rows_end]) == expected.tobytes(), "wrong rows")
         del replies[:end]
     require(next(answered, None) is None, "rows were computed and not sent")
 
@@ -542,7 +544,7 @@ def run_remote_holder(data: bytes) -> None:
     answers = []
     for index, n_pairs in enumerate(asked):
         move = script.byte()
-        rows = bytes(4 * WIDTH * (n_pairs if move & 15 else move))
+        rows = bytes(dispatch.reply_payload_bytes(n_pairs, WIDTH) if move & 15 else move)
         one = _reply_frame(index if move & 0x30 else script.byte(), n_pairs, rows)
         if move & 0x40:
             one = dispatch.pack_refusal(index, ReplyCode.FOREIGN_EXPERT, "no")
@@ -556,29 +558,34 @@ def run_remote_holder(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         holder = RemoteHolder(_HOLDER, cast(Any, theirs))
+        pairs = IndexBuffer(np.zeros(8, np.int32))
         for index, n_pairs in enumerate(asked):
-            pairs = np.zeros(n_pairs, np.int32)
-            request = Request(index, memoryview(b"request"), pairs, WIDTH, 0, 1 << 62)
-            holder.submit(request)
+            holder.submit(Request(index, memoryview(b"request"), pairs, 0, n_pairs, WIDTH, 0, 1 << 62))
         holder.send_pending()
         ours.sendall(stream)
         ours.shutdown(socket.SHUT_WR)
-        answered = 0
+        _receive_all(holder, asked)
+
+
+def _receive_all(holder: RemoteHolder, asked: list[int]) -> None:
+    """Take replies until the connection is of no use, as a dispatcher does; `asked` are the pairs of each."""
+    answered = 0
+    while True:
         try:
-            while (reply := holder.receive_reply()) is not None:
-                request, header, payload = reply
-                require(request.request_id == answered, "replies out of order")
-                require(header.request_id == answered, "a reply to another request")
-                require(len(payload) == header.payload_bytes, "a payload of another size")
-                if header.code is ReplyCode.OK:
-                    require(header.n_pairs == len(request.pairs), "rows for other pairs")
-                    require(len(payload) == 4 * WIDTH * header.n_pairs, "rows of another width")
-                answered += 1
+            request = holder.receive_reply()
         except RemoteProtocolError as error:
-            require_sentence(error)
+            text = str(error)  # a refusal's own words may be anything
+            require(len(text) <= dispatch.REFUSAL_TEXT_BYTES_MAX, "a refusal that is too long")
+            if not error.code.startswith("refused_"):
+                return
+            request = holder.outstanding.popleft()
         except OSError:
-            pass
-        require(answered <= len(asked), "more replies than requests")
+            return
+        require(request is not None, "nothing came of a stream that had ended")
+        require(answered < len(asked), "more replies than requests")
+        require(request is not None and request.request_id == answered, "replies out of order")
+        require(request is not None and request.n_pairs == asked[answered], "rows for other pairs")
+        answered += 1
 
 
 def remote_holder_seeds() -> Iterable[bytes]:
@@ -652,72 +659,63 @@ def kernel_seeds() -> Iterable[bytes]:
 
 
 def run_rows(data: bytes) -> None:
-    """Partition, packing and scattering of rows against a plain reading of what they promise."""
-    native = load()
+    """Packing a layer's call for its holders, and scattering what comes back, against a plain reading."""
     script = _Script(data)
-    n_tokens, n_slots, n_embd = 1 + (script.byte() & 7), 1 + (script.byte() & 3), 1 + (script.byte() & 7)
+    n_tokens, n_slots, width = 1 + (script.byte() & 7), 1 + (script.byte() & 3), 1 + (script.byte() & 7)
     n_expert, n_holders, per_slot = 1 + (script.byte() & 7), 1 + (script.byte() & 3), bool(script.byte() & 1)
-    holder_of = np.array([script.index() % (n_holders + 1) - 1 for _ in range(n_expert)], np.int32)
-    n_pairs = n_tokens * n_slots
-    ids = np.array([script.index() for _ in range(n_pairs)], np.int32)
-    pairs, counts = np.full(n_pairs, -9, np.int32), np.empty(n_holders, np.int32)
-    status = native.partition(
-        ids.ctypes.data,
-        n_pairs,
-        holder_of.ctypes.data,
-        n_expert,
-        n_holders,
-        pairs.ctypes.data,
-        counts.ctypes.data,
-    )
-    is_sound = all(0 <= each < n_expert and holder_of.tolist()[each] >= 0 for each in ids.tolist())
-    require((status == 0) == is_sound, "an id that nobody holds was dealt out, or a sound one refused")
-    if not is_sound:
+    holders = [script.index() % (n_holders + 1) - 1 for _ in range(n_expert)]
+    room = None if script.byte() & 7 else script.byte()
+    ids = [script.index() for _ in range(n_tokens * n_slots)]
+    packed = pack(ids, holders, n_holders, n_slot=n_slots, width=width, per_slot=per_slot, room=room)
+    is_sound = all(0 <= each < n_expert and holders[each] >= 0 for each in ids)
+    require((packed.status in (0, 1)) == is_sound, "a foreign id was packed, or a sound one refused")
+    if packed.status != 0:
+        require(room is not None or not is_sound, "there was room")
         return
-    x = np.arange((n_pairs if per_slot else n_tokens) * n_embd, dtype=np.float32).reshape(-1, n_embd)
-    out = np.full((n_pairs, n_embd), np.nan, np.float32)
+    out = np.full((len(ids), width), np.nan, np.float32)
     begin = 0
-    for holder, count in enumerate(counts.tolist()):
-        mine = pairs[begin : begin + count].copy()
-        begin += count
-        expected = [i for i, each in enumerate(holder_of[ids].tolist()) if each == holder]
-        require(mine.tolist() == expected, "a holder got other pairs than its own")
-        if not count:
+    for holder, (n_pairs, n_rows, frame_bytes) in enumerate(packed.parts):
+        mine = packed.pairs[begin : begin + n_pairs]
+        begin += n_pairs
+        expected = [pair for pair, each in enumerate(ids) if holders[each] == holder]
+        require(mine == expected, "a holder got other pairs than its own")
+        if not mine:
             continue
-        row_of, expert_of = np.empty(count, np.int32), np.empty(count, np.int32)
-        rows = np.empty((count, n_embd), np.float32)
-        n_rows = native.pack_rows(
-            x.ctypes.data,
-            n_embd,
-            n_slots,
-            per_slot,
-            ids.ctypes.data,
-            mine.ctypes.data,
-            count,
-            row_of.ctypes.data,
-            expert_of.ctypes.data,
-            rows.ctypes.data,
-        )
-        source = mine if per_slot else mine // n_slots
-        require(n_rows == len(set(source.tolist())), "another number of rows than are needed")
-        require(np.array_equal(expert_of, ids[mine]), "other experts than were chosen")
-        answer = rows[row_of]
-        require(np.array_equal(answer, x[source]), "other rows than were chosen")
-        bad = script.byte() % (count + 1)
-        if bad < count:
-            answer[bad, script.byte() % n_embd] = (np.nan, np.inf, -np.inf)[script.byte() % 3]
-        status = native.scatter_rows(answer.ctypes.data, mine.ctypes.data, count, n_embd, out.ctypes.data)
-        require(status == (bad if bad < count else -1), "a row that is not finite went through")
-        written = mine[:bad]
-        require(np.array_equal(out[written], x[source[:bad]]), "rows in other places than their own")
-        require(bool(np.isnan(out[mine[bad:]]).all()), "a row was written behind one that is not finite")
+        header = dispatch.parse_header(frame_bytes)
+        if not isinstance(header, dispatch.DispatchHeader):
+            raise Finding("a frame that is no dispatch")
+        require((header.n_pairs, header.n_rows) == (n_pairs, n_rows), "a header that contradicts its frame")
+        payload = frame_bytes[dispatch.HEADER_BYTES :]
+        tables = np.frombuffer(payload, np.int32, 2 * n_pairs).tolist()
+        require(tables[n_pairs:] == [ids[pair] for pair in mine], "other experts than were chosen")
+        rows = np.frombuffer(payload, np.float32, n_rows * width, 8 * n_pairs).reshape(n_rows, width)
+        answer = rows[tables[:n_pairs]].copy()
+        source = [pair if per_slot else pair // n_slots for pair in mine]
+        require(answer[:, 0].tolist() == source, "other rows than were chosen")
+        _scatter(script, answer, mine, out)
+
+
+def _scatter(script: _Script, answer: Rows, mine: list[int], out: Rows) -> None:
+    """Scatter a holder's rows, of which one may not be finite."""
+    bad = script.byte() % (len(mine) + 1)
+    if bad < len(mine):
+        answer[bad, script.byte() % answer.shape[1]] = (np.nan, np.inf, -np.inf)[script.byte() % 3]
+    pairs = np.array(mine, np.int32)
+    status = load().scatter_rows(
+        answer.ctypes.data, pairs.ctypes.data, len(mine), answer.shape[1], out.ctypes.data
+    )
+    require(status == (bad if bad < len(mine) else -1), "a row that is not finite went through")
+    require(np.array_equal(out[mine[:bad]], answer[:bad]), "rows in other places than their own")
+    require(bool(np.isnan(out[mine[bad:]]).all()), "a row was written behind one that is not finite")
 
 
 def rows_seeds() -> Iterable[bytes]:
-    """Sound calls of several shapes, one row that is not finite."""
-    yield bytes([3, 1, 3, 3, 1, 0, 1, 2, 1, 2, 0, 1, 2, 3, 3, 2, 1, 0, 255, 255])
-    yield bytes([7, 3, 0, 7, 3, 1, *[1, 2, 3, 4] * 2, *[each % 8 for each in range(32)], 9, 9, 9, 9])
-    yield bytes([1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 2, 0, 0])
+    """Sound calls of several shapes, one without room, one for an expert that nobody holds."""
+    yield bytes([3, 1, 3, 3, 1, 0, 1, 2, 1, 2, 1, 0, 1, 2, 3, 3, 2, 1, 0, 255, 255])
+    yield bytes([7, 3, 0, 7, 3, 1, *[1, 2, 3, 4] * 2, 1, *[each % 8 for each in range(32)], 9, 9, 9, 9])
+    yield bytes([1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 2, 0, 0])
+    yield bytes([1, 1, 1, 1, 1, 0, 1, 1, 0, 60, 0, 1, 1, 0])
+    yield bytes([1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0])
 
 
 TARGETS: Final = {

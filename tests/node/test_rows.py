@@ -53,7 +53,7 @@ def pack(
         *(x.ctypes.data, id_array.ctypes.data, 0),
     )
     grouped = np.full(n_pairs + 2, -9, np.int32)
-    frames = np.full((n_holder, room + 1), 0xEE, np.uint8)
+    frames = np.full((n_holder, room // 4 * 4 + 8), 0xEE, np.uint8)  # each begins at a multiple of four
     parts = np.zeros((n_holder, 4), np.int64)
     parts[:, 0] = [frame.ctypes.data for frame in frames]
     parts[:, 1] = room
@@ -73,12 +73,12 @@ def pack(
         parts.ctypes.data,
     )
     assert grouped[0] == grouped[-1] == -9
-    assert (frames[:, -1] == 0xEE).all()
+    assert (frames[:, room:] == 0xEE).all()
     return Packed(
         status,
         grouped[1:-1].tolist(),
         [
-            (int(part[2]), int(part[3]), frame[:-1].tobytes())
+            (int(part[2]), int(part[3]), frame[:room].tobytes())
             for part, frame in zip(parts, frames, strict=True)
         ],
     )
