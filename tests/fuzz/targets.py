@@ -25,6 +25,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder, Request
 from kvasir_node.engine.certificate import EngineKey, verify_engine_certificate
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
@@ -37,7 +38,7 @@ from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto import codec, dispatch
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader
-from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.errors import KvasirError, ModelUnusable, RemoteProtocolError
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.manifest import ModelManifest, ShardSet
@@ -50,22 +51,27 @@ from kvasir_proto.term_proof import (
     make_term_proof,
     verify_term_proof,
 )
-from tests.node.test_ggml_cpu import EVERYTHING, ODD_SHAPES, SWIGLU, make_bench
+from tests.node.test_ggml_cpu import EVERYTHING as ALL_OPERATIONS
+from tests.node.test_ggml_cpu import ODD_SHAPES, SWIGLU, make_bench
 from tests.node.test_rows import pack
 from tests.node.toy_experts import (
+    EVERYTHING,
     LAYERS,
+    N_EXPERT,
     OTHER_PROGRAM,
     PROGRAM,
     WIDTH,
     Rows,
+    ToyCall,
     ToyKernel,
     compute_rows,
+    shard_of,
     toy_manifest,
 )
 from tests.proto.declared import FAMILIES, example_of
 from tests.proto.test_program import MERGED
 
-PROGRAMS: Final = (SWIGLU, EVERYTHING, MERGED)
+PROGRAMS: Final = (SWIGLU, ALL_OPERATIONS, MERGED)
 """Two that the kernel's made-up layers can run, and one that does not fit them."""
 
 REFUSAL_LENGTH_MAX: Final = 400
@@ -596,6 +602,64 @@ def remote_holder_seeds() -> Iterable[bytes]:
     yield bytes([0, 3, 0x10])
 
 
+def run_dispatcher(data: bytes) -> None:
+    """A whole layer call over a worker that answers with anything; with or without another holder."""
+    script = _Script(data)
+    is_backed = bool(script.byte() & 1)
+    n_tokens = 1 + (script.byte() & 3)
+    ids = [[script.byte() % N_EXPERT for _ in range(2)] for _ in range(n_tokens)]
+    primary = shard_of(*range(1 + script.byte() % N_EXPERT))
+    ours, theirs = socket.socketpair()
+    dispatcher = Dispatcher(load(), toy_manifest(), [PROGRAM], on_holder_lost=lambda *_: None)
+    with ours, theirs:
+        dispatcher.set_authority(0, 1)
+        dispatcher.add_holder(RemoteHolder(_HOLDER, cast(Any, theirs)), EVERYTHING, primary)
+        if is_backed:
+            local = LocalHolder(node_id_of(bytes(32)), ToyKernel())
+            dispatcher.add_holder(local, EVERYTHING, EVERYTHING.difference(primary))
+        # Each holder has the id of its dispatch by the time a program is sent.
+        ours.sendall(_answers_of(script, program_request=3 if is_backed else 2))
+        ours.shutdown(socket.SHUT_WR)
+        call = ToyCall(ids)
+        try:
+            dispatcher(call)
+        except KvasirError as error:
+            require_sentence(error)
+            require(not is_backed, "a call failed although another holder has all experts")
+        else:
+            require(bool(np.isfinite(call.out).all()), "a row is missing, or was taken as it should not be")
+        finally:
+            dispatcher.close()
+
+
+def _answers_of(script: _Script, program_request: int) -> bytes:
+    """What a worker sends: good answers to the first requests, refusals, damaged ones, and noise."""
+    answers = []
+    for request in (program_request, 1, 2, 3)[: 1 + (script.byte() & 3)]:
+        move, n_pairs = script.byte(), script.byte() & 15
+        rows = script.take(4 * WIDTH * n_pairs) if move & 1 else bytes(4 * WIDTH * n_pairs)
+        payload = rows.ljust(dispatch.reply_payload_bytes(n_pairs, WIDTH), b"\0")
+        one = _reply_frame(request if move & 6 else script.byte(), n_pairs, payload)
+        if move & 0x38 == 0x38:
+            one = dispatch.pack_refusal(request, ReplyCode(move & 7), "no")
+        if move & 0x80:
+            damaged = bytearray(one)
+            damaged[script.byte() % len(damaged)] = script.byte()
+            one = bytes(damaged[: script.byte() or None])
+        answers.append(one)
+    return b"".join(answers) + script.take(200)
+
+
+def dispatcher_seeds() -> Iterable[bytes]:
+    """A program taken and rows for one to eight pairs, a refusal, rows that are not finite, silence."""
+    for backed in (0, 1):
+        for n_pairs in range(1, 9):  # of four tokens' eight pairs the first five experts' go to the worker
+            yield bytes([backed, 3, 0, 1, 2, 3, 4, 5, 5, 5, 4, 1, 2, 0, 2, n_pairs])
+        yield bytes([backed, 0, 0, 1, 5, 1, 2, 0, 0x3A, 0])
+        yield bytes([backed, 0, 0, 1, 5, 1, 2, 0, 3, 2]) + b"\x00\x00\xc0\x7f" * 8
+        yield bytes([backed])
+
+
 # --- native code --------------------------------------------------------------------------------------------
 # Arrays are compared by functions here: Atheris 3.0.0 never frees what an operator between two arrays gives.
 
@@ -731,6 +795,7 @@ TARGETS: Final = {
         Target("dispatch-header", run_dispatch_header, dispatch_header_seeds, 128),
         Target("worker-connection", run_worker_connection, stream_seeds, 1024),
         Target("remote-holder", run_remote_holder, remote_holder_seeds, 1024),
+        Target("dispatcher", run_dispatcher, dispatcher_seeds, 1024),
         Target("kernel", run_kernel, kernel_seeds, 1024, is_native=True),
         Target("rows", run_rows, rows_seeds, 256, is_native=True),
     )
