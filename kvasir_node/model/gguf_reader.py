@@ -162,14 +162,28 @@ class _Header:
         kind = value_type if element_type is None else element_type
         letter = SCALAR_FORMATS.get(kind)
         if letter is None:
-            for _ in range(count):
-                self._take(self._length(TEXT_LENGTH_MAX, what), what)
+            self._pass_texts(count, what)
         else:
-            data = self._take(count * struct.calcsize(letter), what)
-            if kind is ValueType.BOOL and data.translate(None, b"\0\1"):
+            begin_data = self._position
+            self._advance(begin_data + count * struct.calcsize(letter), what)
+            if kind is ValueType.BOOL and self._buffer[begin_data : self._position].translate(None, b"\0\1"):
                 self._refuse(f"{what} is neither true nor false")
         raw = bytes(memoryview(self._buffer)[begin : self._position])
         return MetadataEntry(key, value_type, raw, element_type, count)
+
+    def _pass_texts(self, count: int, what: str) -> None:
+        """Go on behind `count` texts. A vocabulary has a million of them, so nothing is copied here."""
+        buffer, position = self._buffer, self._position
+        for _ in range(count):
+            if position + 8 > len(buffer):
+                self._advance(position + 8, f"the length of {what}")
+            length = int.from_bytes(buffer[position : position + 8], "little")
+            if length > TEXT_LENGTH_MAX:
+                self._refuse(f"the length of {what}, {length}, exceeds {TEXT_LENGTH_MAX}")
+            position += 8 + length
+            if position > len(buffer):
+                self._advance(position, what)
+        self._advance(position, what)
 
     def _value_type(self, what: str) -> ValueType:
         number = self._number("I", f"the type of {what}")
@@ -247,8 +261,13 @@ class _Header:
         return int.from_bytes(data, "little")
 
     def _take(self, size_bytes: int, what: str) -> bytes:
-        """The next `size_bytes` of the header, read from the file when they are not here yet."""
-        begin, end = self._position, self._position + size_bytes
+        """The next `size_bytes` of the header."""
+        begin = self._position
+        self._advance(begin + size_bytes, what)
+        return bytes(memoryview(self._buffer)[begin : self._position])
+
+    def _advance(self, end: int, what: str) -> None:
+        """Go on to byte `end`, reading the file up to there when that has not been done yet."""
         if end > self._size_bytes:
             self._refuse(f"it is cut short or lies about its sizes: {what} reaches past the end of the file")
         if end > self._header_size_bytes_max:
@@ -259,7 +278,6 @@ class _Header:
                 self._refuse(f"it became shorter while it was read, at {what}")
             self._buffer += data
         self._position = end
-        return bytes(memoryview(self._buffer)[begin:end])
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ModelUnusable(f"{self._path} cannot be used: {reason}")

@@ -1,0 +1,23 @@
+"""llama.cpp trusts what it opens, so one module opens files with it, and two decide which."""
+
+from __future__ import annotations
+
+import re
+
+from tests.tidy.repository import python_files, text_of
+
+OPENING = re.compile(r"llama_model_load|llama_model_quantize|llama_state_load|lora_init|llama_cpp\.Llama\(")
+TRUNK = re.compile(r"(?<![A-Za-z])Trunk\(")
+OPENER = "kvasir_node/backbone/trunk.py"
+USERS = {"kvasir_node/backbone/engine.py", "kvasir_node/backbone/trial.py"}
+"""The engine is told paths of a store's backbone and reference files; the trial is shown a backbone file."""
+
+
+def test_one_module_opens_files_with_llama_cpp() -> None:
+    opening = {path for path in python_files("kvasir_proto", "kvasir_node") if OPENING.search(source(path))}
+    assert opening == {OPENER}
+    assert {path for path in python_files("kvasir_node") if TRUNK.search(source(path))} <= USERS
+
+
+def source(path: str) -> str:
+    return text_of(path) or ""
