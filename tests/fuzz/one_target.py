@@ -39,11 +39,13 @@ def main(arguments: list[str]) -> None:
     """
     name, sanitised, *options = arguments
     with atheris.instrument_imports(include=INSTRUMENTED):
+        from kvasir_node.telemetry import configure_telemetry
         from tests.fuzz.targets import TARGETS
     if sanitised:
         from kvasir_node import native_library
 
         native_library._library_path = lambda: sanitised
+    configure_telemetry("error", "console", {})  # a worker logs each refusal, and here nearly all are
     target = TARGETS[name]
     for seed in target.seeds():
         target.run(seed)

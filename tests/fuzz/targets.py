@@ -37,7 +37,7 @@ from kvasir_node.native_library import load
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto import codec, dispatch
 from kvasir_proto.certificate import bind_engine
-from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader
+from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader, WireType
 from kvasir_proto.errors import KvasirError, ModelUnusable, RemoteProtocolError
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
@@ -394,11 +394,19 @@ _PROGRAM_FRAME: Final = dispatch.pack_plain(FrameKind.PROGRAM, 2, PROGRAM.encode
 
 
 def _dispatch_frame(
-    request: int, layer: int, program: int, n_rows: int, rows: list[int], experts: list[int]
+    request: int,
+    layer: int,
+    program: int,
+    n_rows: int,
+    rows: list[int],
+    experts: list[int],
+    *,
+    width: int = WIDTH,
+    wire_type: WireType = WireType.F32,
 ) -> bytes:
     """A frame whose header fits its payload; whether the indices make sense is another matter."""
     header = bytearray(dispatch.HEADER_BYTES)
-    dispatch.pack_dispatch_into(
+    payload_bytes = dispatch.pack_dispatch_into(
         header,
         request_id=request,
         epoch=0,
@@ -407,10 +415,12 @@ def _dispatch_frame(
         program=program,
         n_rows=n_rows,
         n_pairs=len(rows),
-        n_embd_in=WIDTH,
+        n_embd_in=width,
+        wire_type=wire_type,
     )
-    values = np.arange(n_rows * WIDTH, dtype=np.float32)
-    return bytes(header) + np.array([rows, experts], np.int32).tobytes() + values.tobytes()
+    tables = np.array([rows, experts], np.int32).tobytes()
+    values = np.arange(n_rows * width, dtype=np.float32).tobytes()
+    return bytes(header) + tables + values[: payload_bytes - len(tables)]
 
 
 def _reply_frame(request: int, n_pairs: int, rows: bytes) -> bytes:
@@ -456,11 +466,12 @@ class _Script:
 
 
 _FRAMES_MAX: Final = 24
+_WIDE: Final = 2 * dispatch.Q8_0_BLOCK
+"""A width of rows that may also travel in blocks."""
 
 
-def _stream_of(data: bytes) -> bytes:
+def _stream_of(script: _Script, width: int) -> bytes:
     """What a backbone sends: frames that are good, frames with wrong numbers, damaged ones, and noise."""
-    script = _Script(data)
     frames: list[bytes] = []
     while not script.is_over and len(frames) < _FRAMES_MAX:
         move = script.byte()
@@ -486,6 +497,8 @@ def _stream_of(data: bytes) -> bytes:
                 min(n_rows, n_pairs),
                 [script.index() for _ in range(n_pairs)],
                 [script.index() for _ in range(n_pairs)],
+                width=width,
+                wire_type=WireType.Q8_0 if move & 0x08 and width == _WIDE else WireType.F32,
             )
         if move & 0x80:  # a few bytes of it are changed
             damaged = bytearray(one)
@@ -501,10 +514,12 @@ def _stream_of(data: bytes) -> bytes:
 
 def run_worker_connection(data: bytes) -> None:
     """A worker's end of a connection on which anything arrives: replies in order, right rows or refusals."""
-    kernel = ToyKernel()
+    script = _Script(data)
+    width = _WIDE if script.byte() & 1 else WIDTH
+    kernel = ToyKernel(width=width)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(_stream_of(data))
+        ours.sendall(_stream_of(script, width))
         ours.shutdown(socket.SHUT_WR)
         connection = BackboneConnection(
             theirs, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters()
@@ -532,7 +547,13 @@ def run_worker_connection(data: bytes) -> None:
 
 
 def stream_seeds() -> Iterable[bytes]:
-    """Scripts: a good conversation, one of every kind of damage."""
+    """Scripts: a good conversation in each width and wire type, one of every kind of damage."""
+    for move in (5, 13):
+        yield bytes([1, 0, 2, move, 1, 2, 9, 1, 0, 0, 0, 1, 0, 3, 5])
+    yield from (b"\0" + script for script in _narrow_scripts())
+
+
+def _narrow_scripts() -> Iterable[bytes]:
     yield bytes([0, 2, 1, 1, 5, 1, 2, 9, 1, 0, 0, 0, 1, 0, 3, 5])
     yield bytes([0, 2, 6, 2, 2, 1, 3, 0, 0, 9, 0, 1, 7, 5, 3, 3, 1, 0, 0, 0, 0])
     yield bytes([0, 2, 0x87, 1, 2, 9, 1, 0, 0, 0, 1, 0, 3, 5, 4, 0, 255, 5, 0, 0, 0, 3, 0, 0, 0])
