@@ -38,8 +38,8 @@ def sanitised_environment() -> dict[str, str]:
     compiler = os.environ.get("CXX", "c++")
     return os.environ | {
         "LD_PRELOAD": " ".join(_runtime(compiler, each) for each in _RUNTIMES),
-        # Python leaves a lot to the end of the process; a signal is libFuzzer's to report.
-        "ASAN_OPTIONS": "detect_leaks=0:handle_segv=1:abort_on_error=0:allocator_may_return_null=1",
+        # Python leaves a lot to the end of the process; what was freed need not be kept for long.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
