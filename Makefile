@@ -16,7 +16,7 @@ SECONDS ?= 60
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup demo test fuzz lint type bench shapes clean
+.PHONY: help setup demo test fuzz lint type bench shapes failure-matrix clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
@@ -27,6 +27,7 @@ help:
 	@echo 'make type    check types'
 	@echo 'make bench   measure the swarm against a single process'
 	@echo 'make shapes  run every architecture of experts through the hook and compare'
+	@echo 'make failure-matrix  every fault of the data plane at every moment, as a table'
 	@echo 'make clean   remove .venv and everything that was built'
 
 setup: $(NATIVE)
@@ -53,6 +54,9 @@ bench: $(NATIVE)
 
 shapes: $(NATIVE)
 	@$(BIN)/python -m tests.shapes $(ARGS)
+
+failure-matrix: $(NATIVE)
+	@$(BIN)/python -m tests.loopback.failure_matrix
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz *.egg-info

@@ -65,7 +65,11 @@ def check_pinned(connection: ssl.SSLSocket, remote_certificate_sha256: bytes) ->
     """Raise `RemoteProtocolError` unless the other end showed the very certificate that was agreed."""
     shown = connection.getpeercert(binary_form=True) or b""
     if not hmac.compare_digest(hashlib.sha256(shown).digest(), remote_certificate_sha256):
-        raise RemoteProtocolError("the other end showed another certificate", code="wrong_certificate")
+        raise _another_certificate()
+
+
+def _another_certificate() -> RemoteProtocolError:
+    return RemoteProtocolError("the other end showed another certificate", code="wrong_certificate")
 
 
 def prepare_socket(sock: socket.socket) -> None:
@@ -108,10 +112,13 @@ def connect_pinned(
         sock.connect((host, port))
         sock.sendall(token)
         connection = context.wrap_socket(sock, server_side=False)
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        raise _another_certificate() from error
     except BaseException as error:
         sock.close()
         if isinstance(error, ValueError | TypeError) and not isinstance(error, OSError):
-            # A name that no resolver takes. A failed verification is a ValueError and an OSError.
+            # A name that no resolver takes.
             raise RemoteProtocolError(f"{host!r} cannot be dialled: {error}", code="bad_address") from error
         raise
     try:

@@ -100,8 +100,9 @@ def test_both_ends_are_pinned_and_the_token_goes_first(listener: MakeListener) -
 
 def test_a_server_with_another_certificate_is_refused(listener: MakeListener) -> None:
     server = listener(as_worker(make_engine_end(), backbone_end(), []))
-    with pytest.raises(ssl.SSLCertVerificationError):
+    with pytest.raises(RemoteProtocolError) as caught:
         connect_pinned(backbone_end().credentials, "127.0.0.1", server.port, TOKEN, worker_end().certificate)
+    assert caught.value.code == "wrong_certificate"
 
 
 def test_a_client_with_another_certificate_is_refused(listener: MakeListener) -> None:

@@ -343,7 +343,7 @@ def test_a_token_with_another_certificate_is_not_taken(serving: Worker) -> None:
 
 
 def test_a_backbone_does_not_talk_to_another_worker(serving: Worker) -> None:
-    with pytest.raises(ssl.SSLError):
+    with pytest.raises(RemoteProtocolError, match="another certificate"):
         connect_pinned(
             backbone_end().credentials, HOST, serving.port, serving.expect(), make_engine_end().certificate
         )
