@@ -11,7 +11,10 @@ from kvasir_proto.errors import UsageError
 
 @click.command()
 @click.option("--found", is_flag=True, help="Found a swarm: this node becomes its backbone.")
-@click.option("--model", help="The swarm's model: a GGUF file, a name or a digest. Default: the demo model.")
+@click.option(
+    "--model",
+    help="The swarm's model: a GGUF file (of several the first), a name or a digest. Default: the demo's.",
+)
 @click.option(
     "--compact-activations",
     is_flag=True,
