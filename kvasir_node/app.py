@@ -128,8 +128,10 @@ def resolve_model(
     return home.models.get(name_or_path)
 
 
-def found_swarm(home: Home, model: StoredModel, *, compact_activations: bool = False) -> Founding:
-    """Found a swarm for ``model`` in this home; see `SwarmManifest` for ``compact_activations``.
+def found_swarm(
+    home: Home, model: StoredModel, *, compact_activations: bool = False, partial_sums: bool = False
+) -> Founding:
+    """Found a swarm for ``model`` in this home; see `SwarmManifest` for what it may be founded with.
 
     Raises `AlreadyRunning` while a daemon runs in it, `ConfigurationInvalid` when it belongs to a swarm.
     """
@@ -139,6 +141,7 @@ def found_swarm(home: Home, model: StoredModel, *, compact_activations: bool = F
             model.manifest.digest(),
             model.name,
             compact_activations=compact_activations,
+            partial_sums=partial_sums,
         )
 
 

@@ -71,6 +71,7 @@ class RunSettings:
     n_threads: int = 1
     kv_type: str = "f16"
     compact_activations: bool = False
+    partial_sums: bool = False
     device: str = "none"
 
 
@@ -235,6 +236,7 @@ async def _load_trunk(
         hooked=hooked,
         kv_type="f32" if settings.kv_type == "f32" else "f16",
         compact_activations=settings.compact_activations,
+        partial_sums=settings.partial_sums,
         device=settings.device,
         rpc=rpc,
     )

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from kvasir_proto.errors import IncompatibleVersion
 from kvasir_proto.program import PROGRAM_STEPS_MAX
 
-NATIVE_ABI: Final = 2
+NATIVE_ABI: Final = 3
 """`KVASIR_NATIVE_ABI` of the header this module mirrors."""
 
 LAYER_DONE: Final = 0
@@ -54,6 +54,9 @@ class NativeLibrary:
 
         self.hook_create: Callable[[Any], int | None] = _function(
             library, "hook_create", c_void_p, LayerCallback
+        )
+        self.hook_claim_sums: Callable[[int, Any, int], int] = _function(
+            library, "hook_claim_sums", c_int32, c_void_p, POINTER(c_int32), c_int32
         )
         self.hook_destroy: Callable[[int], int] = _function(library, "hook_destroy", c_int32, c_void_p)
         self.hook_device: Callable[[int], int] = _function(library, "hook_device", c_void_p, c_void_p)
@@ -119,6 +122,15 @@ class NativeLibrary:
         )
         self.scatter_rows: Callable[[int, int, int, int, int], int] = _function(
             library, "scatter_rows", c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p
+        )
+        self.weighted_sums: Callable[[int, int, int, int, int, int, int], int] = _function(
+            library,
+            "weighted_sums",
+            c_int32,
+            *(c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p),
+        )
+        self.add_sums: Callable[[int, int, int, int, int, int], int] = _function(
+            library, "add_sums", c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p
         )
 
     def hook_program(self, hook: int, index: int) -> tuple[bytes, bool] | None:

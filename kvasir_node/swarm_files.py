@@ -100,6 +100,7 @@ class SwarmFiles:
         model_name: str,
         *,
         compact_activations: bool = False,
+        partial_sums: bool = False,
     ) -> Founding:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 
@@ -116,6 +117,7 @@ class SwarmFiles:
             thresholds=Thresholds(),
             admission="open",
             compact_activations=compact_activations,
+            partial_sums=partial_sums,
             founder_public_key=public_key,
             recovery_public_key=recovery_key.public_key().public_bytes_raw(),
         )

@@ -8,9 +8,11 @@ Every frame is a fixed header of `HEADER_BYTES` and then `payload_bytes` of payl
 
 * ``OPEN``: msgpack; the session's epoch, term, term proof and the model's digest. Answered by a ``REPLY``.
 * ``PROGRAM``: one encoded expert program under an index that later dispatches name. Answered by a ``REPLY``.
-* ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], rows[n_rows, n_embd_in].
-* ``REPLY``: when the code is ``OK``, F32 rows[n_pairs, n_embd_out] and behind them the SHA-256 over (request,
-  rows), or nothing where no rows were asked for; else a UTF-8 sentence.
+* ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], for sums F32 weight_of_pair[n_pairs],
+  rows[n_rows, n_embd_in].
+* ``REPLY``: when the code is ``OK``, F32 rows[n_pairs, n_embd_out], or F32 sums[n_rows, n_embd_out] where
+  sums were asked for, and behind them the SHA-256 over (request, rows), or nothing where no rows were asked
+  for; else a UTF-8 sentence.
 
 The digest stands behind the rows so that they are under way while it is computed.
 """
@@ -78,6 +80,18 @@ class WireType(enum.IntEnum):
     Q8_0 = 1
 
 
+class Answer(enum.IntEnum):
+    """What a dispatch asks for.
+
+    ``SUMS``: for each row that travelled, the experts' rows times the pairs' weights, added up in the order
+    of pairs. Only of this dispatch's own pairs: who asked adds what other holders have of the same row. It
+    travels where replies have their code.
+    """
+
+    ROWS = 0
+    SUMS = 1
+
+
 class ReplyCode(enum.IntEnum):
     """Why a worker did not answer with rows; ``OK`` when it did."""
 
@@ -100,6 +114,9 @@ class ReplyCode(enum.IntEnum):
 _F32: Final = int(WireType.F32)
 _WIRE_TYPES: Final = tuple(WireType)
 assert [int(each) for each in _WIRE_TYPES] == list(range(len(_WIRE_TYPES)))
+_SUMS: Final = int(Answer.SUMS)
+_ANSWERS: Final = tuple(Answer)
+assert [int(each) for each in _ANSWERS] == list(range(len(_ANSWERS)))
 _KIND_DISPATCH: Final = int(FrameKind.DISPATCH)
 _KIND_REPLY: Final = int(FrameKind.REPLY)
 _REPLY_CODES: Final = tuple(ReplyCode)
@@ -114,6 +131,7 @@ class DispatchHeader(NamedTuple):
     """
 
     wire_type: WireType
+    answer: Answer
     request_id: int
     payload_bytes: int
     epoch: int
@@ -199,16 +217,17 @@ def pack_dispatch_into(
     n_pairs: int,
     n_embd_in: int,
     wire_type: WireType = WireType.F32,
+    answer: Answer = Answer.ROWS,
 ) -> int:
     """Write a DISPATCH header at the start of ``buffer``; return the payload's size in bytes."""
-    payload_bytes = dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type)
+    payload_bytes = dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type, answer)
     _DISPATCH.pack_into(
         buffer,
         0,
         _MAGIC,
         _KIND_DISPATCH,
         wire_type,
-        0,
+        answer,
         request_id,
         payload_bytes,
         epoch,
@@ -222,20 +241,29 @@ def pack_dispatch_into(
 
 
 def dispatch_payload_bytes(
-    n_rows: int, n_pairs: int, n_embd_in: int, wire_type: WireType = WireType.F32
+    n_rows: int,
+    n_pairs: int,
+    n_embd_in: int,
+    wire_type: WireType = WireType.F32,
+    answer: Answer = Answer.ROWS,
 ) -> int:
-    """Size in bytes of a DISPATCH payload: two I32 a pair, then the rows.
+    """Size in bytes of a DISPATCH payload: what travels with each pair, then the rows.
 
     Rows in Q8_0 are a whole number of blocks: ``n_embd_in`` is a multiple of `Q8_0_BLOCK`.
     """
     if wire_type is WireType.Q8_0:
-        return 8 * n_pairs + n_rows * (n_embd_in // Q8_0_BLOCK) * Q8_0_BLOCK_BYTES
-    return 8 * n_pairs + 4 * n_rows * n_embd_in
+        return tables_bytes(n_pairs, answer) + n_rows * (n_embd_in // Q8_0_BLOCK) * Q8_0_BLOCK_BYTES
+    return tables_bytes(n_pairs, answer) + 4 * n_rows * n_embd_in
 
 
-def reply_payload_bytes(n_pairs: int, n_embd_out: int) -> int:
-    """Size in bytes of an ``OK`` REPLY's payload: the F32 rows and their digest, or nothing without rows."""
-    return 4 * n_pairs * n_embd_out + DIGEST_BYTES if n_pairs else 0
+def tables_bytes(n_pairs: int, answer: Answer) -> int:
+    """Size in bytes of what stands before the rows of a DISPATCH: two I32 a pair, and its weight for sums."""
+    return (12 if answer is Answer.SUMS else 8) * n_pairs
+
+
+def reply_payload_bytes(n_results: int, n_embd_out: int) -> int:
+    """Size in bytes of an ``OK`` REPLY's payload: F32 rows or sums and their digest, or nothing at all."""
+    return 4 * n_results * n_embd_out + DIGEST_BYTES if n_results else 0
 
 
 def pack_reply_into(
@@ -303,10 +331,10 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         raise RemoteProtocolError(f"wire type {wire} in a frame of kind {kind}", code="malformed")
     if kind == _KIND_REPLY:
         return _parse_reply(data, code)
+    if kind == _KIND_DISPATCH and code <= _SUMS:
+        return _parse_dispatch(data, _WIRE_TYPES[wire], _ANSWERS[code])
     if code:
-        raise RemoteProtocolError("a code in a frame that is no reply", code="malformed")
-    if kind == _KIND_DISPATCH:
-        return _parse_dispatch(data, _WIRE_TYPES[wire])
+        raise RemoteProtocolError(f"code {code} in a frame of kind {kind}", code="malformed")
     if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
         bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
         if payload_bytes > bound:
@@ -324,8 +352,10 @@ def request_id_of(data: bytes | bytearray | memoryview) -> int:
     return request_id
 
 
-def _parse_dispatch(data: bytes | bytearray | memoryview, wire_type: WireType) -> DispatchHeader:
-    header = DispatchHeader(wire_type, *_DISPATCH.unpack_from(data, 0)[4:])
+def _parse_dispatch(
+    data: bytes | bytearray | memoryview, wire_type: WireType, answer: Answer
+) -> DispatchHeader:
+    header = DispatchHeader(wire_type, answer, *_DISPATCH.unpack_from(data, 0)[4:])
     if header.payload_bytes > PAYLOAD_BYTES_MAX or header.n_pairs > PAIRS_MAX:
         raise RemoteProtocolError(
             f"dispatch of {header.n_pairs} pairs and {header.payload_bytes} bytes", code="oversize"

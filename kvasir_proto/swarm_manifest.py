@@ -45,7 +45,8 @@ class Thresholds:
 class SwarmManifest:
     """The founding document of a swarm. `reference_class` names the activation formats its kernels share.
 
-    With `compact_activations` rows travel to holders in the smallest wire type that changes no result.
+    With `compact_activations` rows travel to holders in the smallest wire type that changes no result. With
+    `partial_sums` holders of bulk layers answer with weighted sums, which is equivalent and not exact.
     """
 
     kind: ClassVar[str] = "swarm_manifest"
@@ -55,6 +56,7 @@ class SwarmManifest:
     thresholds: Thresholds
     admission: Literal["open", "invite"]
     compact_activations: bool
+    partial_sums: bool
     founder_public_key: PublicKey
     recovery_public_key: PublicKey
 

@@ -45,12 +45,14 @@ _TOKENS: Final = tuple(int(each) for each in np.random.default_rng(5).integers(0
 class ShapeRun:
     """What was seen of one model.
 
-    `called_layers` are the hook's calls in order, `spread` is the standard deviation of what plain llama.cpp
-    computes, `delta` the largest difference of any two numbers that should be equal.
+    `called_layers` are the hook's calls in order, `summed_layers` those that asked for sums, `spread` is the
+    standard deviation of what plain llama.cpp computes, `delta` the largest difference of any two numbers
+    that should be equal.
     """
 
     moe_layers: tuple[int, ...]
     called_layers: tuple[int, ...]
+    summed_layers: tuple[int, ...]
     n_ubatches: int
     programs: tuple[ExpertProgram, ...]
     n_expert: int
@@ -75,12 +77,14 @@ def run_model(
     model: ArchitectureModel,
     *,
     n_worker: int = N_WORKER,
+    sums: bool = False,
     spoil: Callable[[LayerCall], None] | None = None,
 ) -> ShapeRun:
     """Decode with plain llama.cpp and with the hook over `n_worker` workers.
 
-    `spoil` may change what the workers answered before llama.cpp sees it. Raises `AssertionError`, with the
-    hook's reason, where one of the two decodes fails.
+    `sums`: ask for weighted sums in every layer. `spoil` may change what the workers answered before
+    llama.cpp sees it. Raises `AssertionError`, with the reason that the hook has, where one of the two
+    decodes fails.
     """
     manifest = build_manifest(path)
     backbone = path.with_suffix(".backbone")
@@ -93,7 +97,7 @@ def run_model(
         expected = llama.run(tokens, chunks)
     workers = _WatchedWorkers(path, manifest, shards_of(manifest, n_worker))
     workers.spoil = spoil
-    hook = hooked(workers)
+    hook = hooked(workers, manifest.moe_layers if sums else ())
     try:
         with Llama(backbone, hook, n_ubatch=N_UBATCH, flash_attention=True, embeddings=embeddings) as llama:
             try:
@@ -105,6 +109,7 @@ def run_model(
         return ShapeRun(
             moe_layers=manifest.moe_layers,
             called_layers=tuple(workers.layers),
+            summed_layers=tuple(workers.summed_layers),
             n_ubatches=N_UBATCHES if len(chunks) > 1 else 1,
             programs=tuple(hook.programs),
             n_expert=manifest.n_expert,

@@ -6,6 +6,9 @@ holder inside the same call, and only when no holder is left does the decode fai
 zero row (invariant 2). The router ran before this module is called: it takes ids as they come and decides
 nothing about them (invariant 1).
 
+Where the hook asks for weighted sums, each holder's sums are kept apart until all have come and are then
+added up in one order, whoever was first; a lost holder's part is asked of others as a whole.
+
 It refuses to know libp2p, trio, sessions and how a holder came to be connected.
 """
 
@@ -24,14 +27,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
+from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, PairIndices, RemoteHolder, Request
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
 from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import FrameKind, WireType
+from kvasir_proto.dispatch import Answer, FrameKind, WireType
 from kvasir_proto.errors import (
     EngineFailed,
     KvasirError,
@@ -101,11 +104,12 @@ class _Parts:
         self.values = memoryview(data).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(data))
 
-    def make_room(self, n_embd_in: int) -> None:
+    def make_room(self, n_embd_in: int, answer: Answer) -> None:
         """Give each place a frame as large as the packer has just found that it needs."""
         for index, frame in enumerate(self.frames):
             count = self.values[_PART_FIELDS * index + _PART_PAIRS]
-            size_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(count, count, n_embd_in)
+            payload_bytes = dispatch.dispatch_payload_bytes(count, count, n_embd_in, answer=answer)
+            size_bytes = dispatch.HEADER_BYTES + payload_bytes
             if count and (frame is None or len(frame.data) < size_bytes):
                 self._set_frame(index, _FrameBuffer(size_bytes))
 
@@ -118,6 +122,16 @@ class _Parts:
         self.frames[index] = frame
         self.values[base] = frame.address if frame else 0
         self.values[base + _PART_CAPACITY] = len(frame.data) if frame else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """One holder's weighted sums, [its tokens, n_embd_out], and the pairs they stand for."""
+
+    values: npt.NDArray[np.float32]
+    indices: IndexBuffer
+    start: int
+    n_pairs: int
 
 
 class _Authority:
@@ -218,6 +232,9 @@ class Dispatcher:
         self._non_finite: set[int] = set()  # pairs of this call for which somebody gave a bad row
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
         self._wire_type = WireType.F32  # how its rows travel
+        self._answer = Answer.ROWS  # and what comes back
+        self._sums: list[_Sums] = []  # what has come of it
+        self._one_by_one = NO_PAIRS
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -307,8 +324,10 @@ class Dispatcher:
             self._apply_changes()
         self._call = call
         self._wire_type = self._wire_type_of(call)
+        self._answer = Answer.SUMS if call.weights_address else Answer.ROWS
         self._filled = 0
         self._non_finite.clear()
+        self._sums.clear()
         n_pairs = call.n_tokens * call.n_slots
         if len(self._grouped.values) < n_pairs:
             self._grouped = IndexBuffer(np.zeros(n_pairs, dtype=np.int32))
@@ -316,6 +335,8 @@ class Dispatcher:
             self._assign(None, n_pairs, self._grouped, self._parts)
             while self._filled < n_pairs:
                 self._advance()
+            if self._answer is Answer.SUMS:
+                self._add_up()
         except BaseException:
             self._abandon_outstanding()
             raise
@@ -395,7 +416,7 @@ class Dispatcher:
         first_request_id = self._authority.next_request_id
         status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status > 0:
-            parts.make_room(self._call.n_embd_in)
+            parts.make_room(self._call.n_embd_in, self._answer)
             status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status != 0:
             raise self._unassignable(pairs, n_pairs, table)
@@ -496,7 +517,9 @@ class Dispatcher:
         call = self._call
         if call.program_index not in holder.programs:
             self._submit_program(holder, call.program_index, now_ns)
-        payload_bytes = dispatch.dispatch_payload_bytes(n_rows, n_pairs, call.n_embd_in, self._wire_type)
+        payload_bytes = dispatch.dispatch_payload_bytes(
+            n_rows, n_pairs, call.n_embd_in, self._wire_type, self._answer
+        )
         if (
             n_pairs > dispatch.PAIRS_MAX
             or payload_bytes > dispatch.PAYLOAD_BYTES_MAX
@@ -515,6 +538,7 @@ class Dispatcher:
                 grouped,
                 start,
                 n_pairs,
+                n_rows if self._answer is Answer.SUMS else n_pairs,
                 call.n_embd_out,
                 now_ns,
                 holder.deadline_for(n_pairs, now_ns),
@@ -531,7 +555,7 @@ class Dispatcher:
             FrameKind.PROGRAM, request_id, self._programs[index].encode(), program=index
         )
         deadline_ns = holder.deadline_for(0, now_ns)
-        holder.submit(Request(request_id, memoryview(frame), NO_PAIRS, 0, 0, 0, now_ns, deadline_ns))
+        holder.submit(Request(request_id, memoryview(frame), NO_PAIRS, 0, 0, 0, 0, now_ns, deadline_ns))
         holder.programs.add(index)
 
     def _compute_locally(
@@ -545,7 +569,7 @@ class Dispatcher:
     ) -> None:
         call = self._call
         payload = frame.address + dispatch.HEADER_BYTES
-        x_address = payload + 8 * n_pairs
+        x_address = payload + dispatch.tables_bytes(n_pairs, self._answer)
         if self._wire_type is WireType.Q8_0:
             x = np.empty((n_rows, call.n_embd_in), dtype=np.float32)
             self._native.expand_q8_0(x_address, x.size, x.ctypes.data)
@@ -566,20 +590,66 @@ class Dispatcher:
         except ProtocolError as error:
             raise EngineFailed(f"the backbone's own experts refuse layer {call.layer}: {error}") from error
         self._rows_by_holder[holder.node_id] += n_pairs
-        bad = self._scatter(rows.ctypes.data, grouped.address + 4 * start, n_pairs)
+        if self._answer is Answer.SUMS:
+            sums = np.empty((n_rows, call.n_embd_out), dtype=np.float32)
+            fault = self._native.weighted_sums(
+                *(rows.ctypes.data, payload, payload + 8 * n_pairs, n_pairs, n_rows, call.n_embd_out),
+                sums.ctypes.data,
+            )
+            assert fault < 0, "the packer numbers rows one after another"
+            rows = sums
+        bad = self._accept(rows.ctypes.data, len(rows), grouped, start, n_pairs)
         if bad >= 0:
-            self._require_somebodys_fault(int(grouped.values[start + bad]))
+            self._require_somebodys_fault(self._pairs_of(bad, grouped.values[start : start + n_pairs]))
             raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
 
-    def _scatter(self, rows_address: int, pairs_address: int, n_pairs: int) -> int:
-        """Copy rows to their slots. Returns -1, or the index of the first row that is not finite."""
+    def _accept(
+        self, rows_address: int, n_results: int, indices: IndexBuffer, start: int, n_pairs: int
+    ) -> int:
+        """Copy rows to their slots, or keep sums. Returns -1, or the index of the first not finite."""
         call = self._call
-        bad = self._native.scatter_rows(
-            rows_address, pairs_address, n_pairs, call.n_embd_out, call.out_address
-        )
+        if self._answer is Answer.SUMS:
+            sums = _Sums(np.empty((n_results, call.n_embd_out), dtype=np.float32), indices, start, n_pairs)
+            if len(self._one_by_one.values) < n_results:
+                self._one_by_one = IndexBuffer(np.arange(n_results, dtype=np.int32))
+            bad = self._native.scatter_rows(
+                *(rows_address, self._one_by_one.address, n_results, call.n_embd_out),
+                sums.values.ctypes.data,
+            )
+            if bad < 0:
+                self._sums.append(sums)
+        else:
+            bad = self._native.scatter_rows(
+                rows_address, indices.address + 4 * start, n_pairs, call.n_embd_out, call.out_address
+            )
         if bad < 0:
             self._filled += n_pairs
         return bad
+
+    def _add_up(self) -> None:
+        """Write every token's sum: parts are added in the order of the first slot that each has of it."""
+        call = self._call
+        parts = np.array(
+            [
+                (each.values.ctypes.data, each.indices.address + 4 * each.start, each.n_pairs)
+                for each in self._sums
+            ],
+            dtype=np.int64,
+        )  # kvasir_sums_part
+        fault = self._native.add_sums(
+            *(parts.ctypes.data, len(parts), call.n_tokens, call.n_slots, call.n_embd_out),
+            call.out_address,
+        )
+        if fault >= 0:
+            raise EngineFailed(f"pair {fault} of layer {call.layer} is not in exactly one holder's sums")
+
+    def _pairs_of(self, row: int, pairs: PairIndices) -> PairIndices:
+        """Those of a request's pairs, ascending, that a row of its reply stands for."""
+        if self._answer is Answer.ROWS:
+            return pairs[row : row + 1]
+        tokens = pairs // self._call.n_slots
+        chosen: PairIndices = pairs[tokens == np.unique(tokens)[row]]
+        return chosen
 
     def _send(self, index: int) -> None:
         place = self._places[index]
@@ -649,37 +719,44 @@ class Dispatcher:
         """Use the rows that have come. Returns False when they cost the holder its place."""
         n_pairs = request.n_pairs
         self._bytes_received += dispatch.HEADER_BYTES + dispatch.reply_payload_bytes(
-            n_pairs, request.n_embd_out
+            request.n_results, request.n_embd_out
         )
         if request.abandoned or not n_pairs:
             return True
         holder.rate.learn(time.monotonic_ns() - request.submitted_ns - holder.rtt_ns, n_pairs)
-        bad = self._scatter(holder.payload_address, request.pairs_address, n_pairs)
+        bad = self._accept(holder.payload_address, request.n_results, request.indices, request.start, n_pairs)
         if bad >= 0:
-            self._require_somebodys_fault(int(request.pairs[bad]))
+            self._require_somebodys_fault(self._pairs_of(bad, request.pairs))
             holder.outstanding.appendleft(request)
             self._lose(index, "non_finite", f"row {bad} of layer {self._call.layer} is not finite")
             return False
         return True
 
-    def _require_somebodys_fault(self, pair: int) -> None:
-        """Raise `EngineFailed` when a bad row for this pair is no holder's fault, so that none can do better.
+    def _require_somebodys_fault(self, pairs: PairIndices) -> None:
+        """Raise `EngineFailed` when a bad row for these pairs is no holder's fault: none could do better.
 
-        That is so when the trunk's own activations are not finite, or when somebody else has given a bad row
-        for the same pair already.
+        That is so when the trunk's own activations or weights are not finite, or when somebody else has given
+        a bad row for one of these pairs already. Several are pairs of one token, whose sum is bad.
         """
         call = self._call
+        pair = int(pairs[0])
         row = pair if self._programs[call.program_index].input_per_slot else pair // call.n_slots
         address = call.x_address + 4 * row * call.n_embd_in
         x = np.ctypeslib.as_array((ctypes.c_float * call.n_embd_in).from_address(address))
         if not np.isfinite(x).all():
             raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
-        if pair in self._non_finite:
-            expert = int(_ids_at(call.ids_address, call.n_tokens * call.n_slots)[pair])
+        n_pairs = call.n_tokens * call.n_slots
+        if self._answer is Answer.SUMS:
+            weights = np.ctypeslib.as_array((ctypes.c_float * n_pairs).from_address(call.weights_address))
+            if not np.isfinite(weights[pairs]).all():
+                raise EngineFailed(f"the router's weights in layer {call.layer} are not finite")
+        again = [each for each in pairs.tolist() if each in self._non_finite]
+        if again:
+            expert = int(_ids_at(call.ids_address, n_pairs)[again[0]])
             raise EngineFailed(
                 f"expert {expert} of layer {call.layer} gives non-finite values on more than one node"
             )
-        self._non_finite.add(pair)
+        self._non_finite.update(pairs.tolist())
 
     def _lose_late(self) -> None:
         now_ns = time.monotonic_ns()

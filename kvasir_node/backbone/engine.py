@@ -63,6 +63,7 @@ from kvasir_proto.messages.engine import (
     Tokenized,
     TrunkLoaded,
 )
+from kvasir_proto.placement.ranks import bulk_layers
 
 log = get_logger()
 
@@ -188,7 +189,9 @@ class BackboneEngine:
             if message.rpc is not None:
                 experts = RpcExperts(Path(message.rpc.library_path), message.rpc.host, message.rpc.port)
             if message.hooked:
-                experts = hook = ExpertHook(self._on_layer)
+                experts = hook = ExpertHook(
+                    self._on_layer, bulk_layers(manifest.moe_layers) if message.partial_sums else ()
+                )
                 dispatcher = Dispatcher(
                     load_native_library(),
                     manifest,

@@ -73,7 +73,8 @@ _SMOOTHING: Final = 0.2
 class Request:
     """One frame to a holder and the reply it waits for: rows for ``n_pairs`` pairs, none for a PROGRAM.
 
-    The pairs are those from ``start`` on in ``indices``. ``abandoned``: the layer call it belonged to has
+    The pairs are those from ``start`` on in ``indices``. ``n_results`` rows come back: one a pair, or one sum
+    for each row that was sent. ``abandoned``: the layer call it belonged to has
     failed; its reply is read and dropped.
     """
 
@@ -82,6 +83,7 @@ class Request:
     indices: IndexBuffer
     start: int
     n_pairs: int
+    n_results: int
     n_embd_out: int
     submitted_ns: int
     deadline_ns: int
@@ -91,11 +93,6 @@ class Request:
     def pairs(self) -> PairIndices:
         """The pairs it asks for."""
         return self.indices.values[self.start : self.start + self.n_pairs]
-
-    @property
-    def pairs_address(self) -> int:
-        """Where they lie."""
-        return self.indices.address + 4 * self.start
 
 
 @dataclass(slots=True)
@@ -206,7 +203,7 @@ class RemoteHolder:
         self._end = dispatch.HEADER_BYTES
         if self.outstanding:
             request = self.outstanding[0]
-            self._end += dispatch.reply_payload_bytes(request.n_pairs, request.n_embd_out)
+            self._end += dispatch.reply_payload_bytes(request.n_results, request.n_embd_out)
             if self._end > len(self._incoming):
                 self._incoming = bytearray(self._end)
                 self._view = memoryview(self._incoming)

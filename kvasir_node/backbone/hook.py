@@ -34,8 +34,10 @@ class LayerCall(ctypes.Structure):
     """One MoE layer of one ubatch, valid only during the callback. Addresses are of host memory.
 
     `x_address`: F32 [x_rows, n_embd_in], a copy; x_rows is n_tokens, or n_tokens * n_slots where the program
-    has `input_per_slot`. `ids_address`: I32 [n_tokens, n_slots], a copy. `out_address`: F32 [n_tokens,
-    n_slots, n_embd_out], to be filled completely. All contiguous.
+    has `input_per_slot`. `ids_address`: I32 [n_tokens, n_slots], a copy. All contiguous, and the output is to
+    be filled completely. `weights_address` is 0 where a row is asked for each slot: `out_address` is then
+    F32 [n_tokens, n_slots, n_embd_out]. Where weighted sums are asked for it is F32 [n_tokens, n_slots], a
+    copy, and the output is F32 [n_tokens, n_embd_out].
     """
 
     _fields_ = (
@@ -50,6 +52,7 @@ class LayerCall(ctypes.Structure):
         ("x_address", ctypes.c_uint64),
         ("ids_address", ctypes.c_uint64),
         ("out_address", ctypes.c_uint64),
+        ("weights_address", ctypes.c_uint64),
     )
 
     layer: int
@@ -62,6 +65,7 @@ class LayerCall(ctypes.Structure):
     x_address: int
     ids_address: int
     out_address: int
+    weights_address: int
 
 
 class _ProgramTable(Sequence[ExpertProgram]):
@@ -103,7 +107,12 @@ class ExpertHook:
     programs: Sequence[ExpertProgram]
     """Programs seen so far, by `LayerCall.program_index`; grows. A program keeps its index."""
 
-    def __init__(self, on_layer: Callable[[LayerCall], None]) -> None:
+    def __init__(self, on_layer: Callable[[LayerCall], None], sum_layers: Sequence[int] = ()) -> None:
+        """``sum_layers``: those for which weighted sums are asked for, where the model's graph has them.
+
+        Their plain form is the experts' rows times the router's weights, added up slot by slot. In a layer
+        where that is not what the graph does, and in all other layers, a row is asked for each slot.
+        """
         self._native = load()
         self._failures: dict[int, BaseException] = {}  # by the thread that decodes
         self._kept: list[Any] = []  # what the native side has addresses of
@@ -111,6 +120,9 @@ class ExpertHook:
         self._hook = self._native.hook_create(self._callback)
         if not self._hook:
             raise EngineFailed("the hook could not be created")
+        layers = (ctypes.c_int32 * len(sum_layers))(*sum_layers)
+        if self._native.hook_claim_sums(self._hook, layers, len(layers)) != 0:
+            raise LocalProtocolError(f"no model has all of the layers {list(sum_layers)}")
         self.programs = _ProgramTable(self._native, self._handle)
 
     def attach(self, model_params: Any, trunk_device: int | None = None) -> None:

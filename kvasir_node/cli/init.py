@@ -20,10 +20,20 @@ from kvasir_proto.errors import UsageError
     is_flag=True,
     help="For the swarm to found: send activations in Q8_0 where the weights round them so anyway.",
 )
+@click.option(
+    "--partial-sums",
+    is_flag=True,
+    help="For the swarm to found: let workers add up their weighted rows, not in the last layers. Not exact.",
+)
 @json_option
 @click.pass_obj
 def init(
-    session: CommandSession, found: bool, model: str | None, compact_activations: bool, as_json: bool
+    session: CommandSession,
+    found: bool,
+    model: str | None,
+    compact_activations: bool,
+    partial_sums: bool,
+    as_json: bool,
 ) -> None:
     """Make this home's identity, and found a swarm with --found.
 
@@ -36,6 +46,8 @@ def init(
         raise UsageError("--model is the model of a swarm to found: add --found")
     if compact_activations and not found:
         raise UsageError("--compact-activations is a rule of a swarm to found: add --found")
+    if partial_sums and not found:
+        raise UsageError("--partial-sums is a rule of a swarm to found: add --found")
     configuration = session.configure(model=model)
     home = app.open_home(session.locations, configuration)
     document: dict[str, object] = {
@@ -48,7 +60,9 @@ def init(
         home.swarm_files.check_unfounded(home.identity.private_key)
         with progress_on_stderr("reading the model") as progress:
             stored = app.resolve_model(home, configuration.model, progress, try_backbone_file)
-        founding = app.found_swarm(home, stored, compact_activations=compact_activations)
+        founding = app.found_swarm(
+            home, stored, compact_activations=compact_activations, partial_sums=partial_sums
+        )
         document |= {
             "swarm": founding.swarm.digest.hex(),
             "model": stored.name,

@@ -81,6 +81,11 @@ def measure() -> None:
     help="Send activations in Q8_0 where the weights round them so anyway.",
 )
 @click.option(
+    "--partial-sums",
+    is_flag=True,
+    help="Let workers add up their weighted rows, not in the last layers. Not exact.",
+)
+@click.option(
     "--device",
     default="none",
     show_default=True,
@@ -107,6 +112,7 @@ def logits(
     chunks: str | None,
     kv_type: str,
     compact_activations: bool,
+    partial_sums: bool,
     device: str,
     reference_device: str | None,
     require_exact: bool,
@@ -138,6 +144,7 @@ def logits(
         n_ubatch=ubatch,
         kv_type=kv_type,
         compact_activations=compact_activations,
+        partial_sums=partial_sums,
         device=device,
         reference_device=device if reference_device is None else reference_device,
     )
@@ -341,6 +348,7 @@ def _document(
         "ubatch": settings.n_ubatch,
         "kv_type": settings.kv_type,
         "compact_activations": settings.compact_activations,
+        "partial_sums": settings.partial_sums,
         "device": measured.device,
         "reference_device": measured.reference_device,
         "processes": [dataclasses.asdict(each) for each in measured.processes],

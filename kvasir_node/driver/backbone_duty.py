@@ -406,6 +406,7 @@ class BackboneDuty:
                     hooked=True,
                     kv_type="f16",
                     compact_activations=self._founding.swarm.manifest.compact_activations,
+                    partial_sums=self._founding.swarm.manifest.partial_sums,
                     device=self._settings.device,
                     rpc=None,
                 )

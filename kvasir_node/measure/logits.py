@@ -49,6 +49,7 @@ class LogitsSettings:
     n_ubatch: int = 512
     kv_type: str = "f16"
     compact_activations: bool = False
+    partial_sums: bool = False
     device: str = "none"
     reference_device: str = "none"
 
@@ -145,6 +146,7 @@ async def measure_logits(
         n_threads=settings.n_threads,
         kv_type=settings.kv_type,
         compact_activations=settings.compact_activations,
+        partial_sums=settings.partial_sums,
         device=settings.device,
     )
     reference_settings = dataclasses.replace(run_settings, device=settings.reference_device)

@@ -22,7 +22,7 @@ from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import load
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode, WireType
+from kvasir_proto.dispatch import Answer, DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode, WireType
 from kvasir_proto.errors import KvasirError, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.program import decode_program
 
@@ -81,6 +81,8 @@ class BackboneConnection:
         self._width_out = 0
         self._expanded = bytearray()
         self._expand_q8_0 = load().expand_q8_0
+        self._rows = bytearray()  # of which the reply has the sums
+        self._weighted_sums = load().weighted_sums
         self._outgoing = bytearray(BUFFER_BYTES)
         self._outgoing_address = _address_of(self._outgoing)
         self._authority: tuple[int, int] | None = None
@@ -217,7 +219,7 @@ class BackboneConnection:
         if header.wire_type is WireType.Q8_0 and n_embd_in % dispatch.Q8_0_BLOCK:
             raise RemoteProtocolError(f"rows of {n_embd_in} are not whole Q8_0 blocks", code="shape_invalid")
         if header.payload_bytes != dispatch.dispatch_payload_bytes(
-            header.n_rows, header.n_pairs, n_embd_in, header.wire_type
+            header.n_rows, header.n_pairs, n_embd_in, header.wire_type, header.answer
         ):
             raise RemoteProtocolError(
                 f"{header.payload_bytes} bytes are not {header.n_rows} rows of {n_embd_in} "
@@ -231,11 +233,18 @@ class BackboneConnection:
         self._program, self._width_in, self._width_out = program, n_embd_in, n_embd_out
 
     def _compute(self, header: DispatchHeader, size: int, received_ns: int) -> None:
-        """Run the kernel on a dispatch whose header is good; send the rows."""
-        payload_bytes = dispatch.reply_payload_bytes(header.n_pairs, self._width_out)
+        """Run the kernel on a dispatch whose header is good; send the rows or their sums."""
+        are_summed = header.answer is Answer.SUMS
+        n_results = header.n_rows if are_summed else header.n_pairs
+        payload_bytes = dispatch.reply_payload_bytes(n_results, self._width_out)
         self._reserve_outgoing(dispatch.HEADER_BYTES + payload_bytes)
+        results_address = self._outgoing_address + dispatch.HEADER_BYTES
+        out_address = results_address
+        if are_summed:
+            self._rows = _at_least(self._rows, 4 * header.n_pairs * self._width_out)
+            out_address = _address_of(self._rows)
         address = self._incoming_address + dispatch.HEADER_BYTES
-        x_address = address + 8 * header.n_pairs
+        x_address = address + dispatch.tables_bytes(header.n_pairs, header.answer)
         if header.wire_type is WireType.Q8_0:
             x_address = self._expand(x_address, header.n_rows * self._width_in)
         with self._kernel_lock:
@@ -248,18 +257,37 @@ class BackboneConnection:
                 x_address=x_address,
                 row_of_pair_address=address,
                 expert_of_pair_address=address + 4 * header.n_pairs,
-                out_address=self._outgoing_address + dispatch.HEADER_BYTES,
+                out_address=out_address,
             )
+            if are_summed:
+                self._add_up(header, out_address, results_address)
             compute_ns = time.monotonic_ns() - started_ns
         self._counters.requests += 1
         self._counters.rows += header.n_pairs
         self._counters.compute_ns += compute_ns
         self._send_rows(header, size, payload_bytes, received_ns, compute_ns)
 
+    def _add_up(self, header: DispatchHeader, rows_address: int, sums_address: int) -> None:
+        """Write the weighted sum of each row's pairs. A row without one would be a silent zero: refused."""
+        tables_address = self._incoming_address + dispatch.HEADER_BYTES
+        fault = self._weighted_sums(
+            rows_address,
+            tables_address,
+            tables_address + 8 * header.n_pairs,
+            header.n_pairs,
+            header.n_rows,
+            self._width_out,
+            sums_address,
+        )
+        if fault >= 0:
+            raise RemoteProtocolError(
+                f"pair {fault} breaks the order of rows of a dispatch that asks for sums",
+                code="row_out_of_range",
+            )
+
     def _expand(self, blocks_address: int, n_values: int) -> int:
         """Turn the Q8_0 rows of a dispatch into F32; where those lie until the next time."""
-        if 4 * n_values > len(self._expanded):
-            self._expanded = bytearray(4 * n_values)
+        self._expanded = _at_least(self._expanded, 4 * n_values)
         address = _address_of(self._expanded)
         self._expand_q8_0(blocks_address, n_values, address)
         return address
@@ -335,6 +363,11 @@ class BackboneConnection:
         if size_bytes > len(self._outgoing):
             self._outgoing = bytearray(size_bytes)
             self._outgoing_address = _address_of(self._outgoing)
+
+
+def _at_least(buffer: bytearray, size_bytes: int) -> bytearray:
+    """The buffer, or a larger one in its place; what it holds does not matter."""
+    return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
 
 
 def _address_of(buffer: bytearray) -> int:

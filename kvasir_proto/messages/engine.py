@@ -217,7 +217,8 @@ class RpcServer:
 class LoadTrunk:
     """Load the backbone file. `hooked` is false for a plain run of a whole model, to compare with.
 
-    With `compact_activations` rows travel to holders in the smallest wire type that changes no result.
+    With `compact_activations` rows travel to holders in the smallest wire type that changes no result. With
+    `partial_sums` holders of bulk layers answer with weighted sums.
     `device` is where everything but the routed experts is computed: `none`, `auto`, or a ggml device's name.
     With `rpc`, which goes with a plain run only, llama.cpp computes the routed experts on its RPC server.
     """
@@ -232,6 +233,7 @@ class LoadTrunk:
     hooked: bool
     kv_type: Literal["f16", "f32"]
     compact_activations: bool
+    partial_sums: bool
     device: Word
     rpc: RpcServer | None
 

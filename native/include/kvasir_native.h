@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define KVASIR_NATIVE_ABI 2
+#define KVASIR_NATIVE_ABI 3
 #define KVASIR_API __attribute__((visibility("default")))
 
 // ---- The library itself -------------------------------------------------------------------------------
@@ -81,7 +81,10 @@ typedef struct kvasir_program_step {
 typedef struct kvasir_hook kvasir_hook;
 
 // One MoE layer of one ubatch. Valid only during the callback. `x` is [x_rows, n_embd_in] F32 and `ids` is
-// [n_tokens, n_slots] I32, both contiguous copies; `out` is [n_tokens, n_slots, n_embd_out] F32.
+// [n_tokens, n_slots] I32, both contiguous copies. Where a row is asked for each slot, `weights` is NULL and
+// `out` is [n_tokens, n_slots, n_embd_out] F32. Where each token's weighted sum is asked for, `weights` is
+// [n_tokens, n_slots] F32, a copy, and `out` is [n_tokens, n_embd_out] F32: weight 0 x row 0, and then each
+// further product added in slot order.
 typedef struct kvasir_layer_call {
     int32_t layer;
     int32_t program_index;
@@ -94,6 +97,7 @@ typedef struct kvasir_layer_call {
     const float * x;
     const int32_t * ids;
     float * out;
+    const float * weights;
 } kvasir_layer_call;
 
 #define KVASIR_LAYER_DONE 0
@@ -106,6 +110,10 @@ typedef struct kvasir_layer_call {
 typedef int32_t (*kvasir_layer_callback)(kvasir_layer_call * call);
 
 KVASIR_API kvasir_hook * kvasir_hook_create(kvasir_layer_callback callback);
+
+// Asks for weighted sums in these layers wherever the graph has the plain form of them (capture.h); elsewhere
+// rows are asked for all the same. Before a model uses the hook. Returns 0, or -1 for a number out of range.
+KVASIR_API int32_t kvasir_hook_claim_sums(kvasir_hook * hook, const int32_t * layers, int32_t n_layers);
 
 // Returns 0, or -1 when a model or context still uses the hook (it then stays as it is).
 KVASIR_API int32_t kvasir_hook_destroy(kvasir_hook * hook);
@@ -186,7 +194,8 @@ KVASIR_API void kvasir_kernel_error(kvasir_kernel * kernel, char * error, size_t
 
 // One holder's part of a layer call.
 typedef struct kvasir_holder_part {
-    uint64_t frame;    // in: where its DISPATCH frame goes (header, row_of_pair, expert_of_pair, rows); aligned to 4
+    uint64_t frame;    // in: where its DISPATCH frame goes (header, row_of_pair, expert_of_pair,
+                       //     weight_of_pair where the call asks for sums, rows); aligned to 4
     uint64_t capacity; // in: bytes there
     int64_t n_pairs;   // out: how many of the pairs are its own
     int64_t n_rows;    // out: how many distinct rows they need
@@ -208,7 +217,8 @@ typedef struct kvasir_dispatch_authority {
 // expert, each group ascending, groups in the order of holders; each distinct row of x is copied once a holder.
 // Returns 0; -1 - i when the expert of the i-th pair (or its holder) is out of range; KVASIR_NOBODY_HOLDS - i
 // when holder_of_expert is -1 for it; or 1 when some capacity is below the header and
-// 8 * n_pairs + 4 * n_pairs * n_embd_in bytes: then every n_pairs is right, and nothing was written.
+// (8 or, for sums, 12) * n_pairs + 4 * n_pairs * n_embd_in bytes: then every n_pairs is right, and nothing was
+// written.
 KVASIR_API int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t input_per_slot, int32_t wire_type,
                                     const kvasir_dispatch_authority * authority,
                                     const int32_t * holder_of_expert, int32_t n_expert, int32_t n_holders,
@@ -227,6 +237,28 @@ KVASIR_API int32_t kvasir_is_expected_reply(const void * header, uint64_t reques
 // the first row that has a value that is not, and that row and those after it have not been written.
 KVASIR_API int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,
                                        int32_t n_embd, float * out);
+
+// Weighted sums of rows [n_pairs, n_embd] into `sums` [n_rows, n_embd]: pair p's row times weight_of_pair[p] is
+// added to sum row_of_pair[p], in the order of pairs. Every product and every sum is rounded to F32 by itself
+// and no zero is added first, so that one holder's sums of all slots are those of ggml's MUL and ADDs bit for
+// bit. `row_of_pair` must begin with 0, grow by 0 or 1 and end with n_rows - 1: returns -1, or the first index
+// where it does not, and then nothing was written.
+KVASIR_API int32_t kvasir_weighted_sums(const float * rows, const int32_t * row_of_pair,
+                                        const float * weight_of_pair, int32_t n_pairs, int32_t n_rows,
+                                        int32_t n_embd, float * sums);
+
+// One holder's sums of a layer call: of each token of its pairs, [its tokens, n_embd] F32.
+typedef struct kvasir_sums_part {
+    uint64_t sums;  // address
+    uint64_t pairs; // address of indices into [n_tokens, n_slots], ascending
+    int64_t n_pairs;
+} kvasir_sums_part;
+
+// Adds up the parts of every token in `out` [n_tokens, n_embd]: in the order of the first slot that each part
+// has of that token, whoever answered first. Returns -1; or the first pair that is not in exactly one part (an
+// index beyond n_tokens * n_slots counts as the last one), and then nothing was written.
+KVASIR_API int32_t kvasir_add_sums(const kvasir_sums_part * parts, int32_t n_parts, int32_t n_tokens,
+                                   int32_t n_slots, int32_t n_embd, float * out);
 
 #ifdef __cplusplus
 }

@@ -93,6 +93,91 @@ bool parse_expert_name(const char * name, int & layer, int & code) {
     return true;
 }
 
+// The layer whose experts' rows a value is, when nothing but row by row steps lie between it and their `down`
+// product; -1 otherwise. Before that product a factor from outside is no router's weight.
+int layer_of_rows(const Tensor * node) {
+    for (int depth = 0; node != nullptr && depth <= kDepthMax; ++depth, node = node->src[0]) {
+        int layer, code;
+        switch (node->op) {
+            case OP_MUL_MAT_ID:
+                return node->src[0] != nullptr && parse_expert_name(node->src[0]->name, layer, code) &&
+                               code == tensor_code(KVASIR_PART_DOWN, KVASIR_KIND_WEIGHT)
+                           ? layer
+                           : -1;
+            case OP_VIEW:
+            case OP_RESHAPE:
+            case OP_ADD_ID:
+            case OP_MUL: break;
+            default: return -1;
+        }
+    }
+    return -1;
+}
+
+// Sums are worth it, and their nodes few enough, for this many slots.
+constexpr int64_t kSummedSlotsMin = 2;
+constexpr int64_t kSummedSlotsMax = 32;
+
+// Whether `node` is experts' rows times weights from outside, one for each row.
+bool is_weighted(const Tensor * node, const BufferType * ours) {
+    if (node == nullptr || node->op != OP_MUL || node->view_src != nullptr || node->type != TYPE_F32) {
+        return false;
+    }
+    const Tensor * rows    = node->src[0];
+    const Tensor * weights = node->src[1];
+    return rows != nullptr && weights != nullptr && weights->type == TYPE_F32 && weights->ne[0] == 1 &&
+           weights->ne[1] == rows->ne[1] && weights->ne[2] == rows->ne[2] && weights->ne[3] == 1 &&
+           rows->ne[3] == 1 && rows->ne[1] >= kSummedSlotsMin && rows->ne[1] <= kSummedSlotsMax &&
+           taken(rows, ours, 0) && !taken(weights, ours, 0);
+}
+
+// The slot that `node` is a view of, all tokens of it, in a weighted value; -1 when it is no such view.
+int64_t slot_of_view(const Tensor * node, const BufferType * ours) {
+    const Tensor * base = node->src[0];
+    if (node->op != OP_VIEW || base == nullptr || node->view_src != base || node->ne[0] != base->ne[0] ||
+        node->ne[1] != base->ne[2] || node->ne[2] != 1 || node->ne[3] != 1 || node->nb[0] != base->nb[0] ||
+        node->nb[1] != base->nb[2] || node->view_offs % base->nb[1] != 0 || !is_weighted(base, ours)) {
+        return -1;
+    }
+    const int64_t slot = static_cast<int64_t>(node->view_offs / base->nb[1]);
+    return slot < base->ne[1] ? slot : -1;
+}
+
+// The tail that ends with `node`; without `weighted` when it is not the end of one.
+Tail tail_at(const Tensor * node, const BufferType * ours) {
+    if (is_weighted(node, ours)) {
+        return {node, 0};
+    }
+    const Tensor * weighted = nullptr;
+    int64_t expected        = -1; // slot that must be added next, going down
+    for (int64_t i = 0; node != nullptr && i < kSummedSlotsMax; ++i) {
+        const bool is_sum      = node->op == OP_ADD && node->view_src == nullptr;
+        const Tensor * summand = is_sum ? node->src[1] : node;
+        const int64_t slot     = summand == nullptr ? -1 : slot_of_view(summand, ours);
+        if (slot < 0 || (weighted != nullptr && (summand->src[0] != weighted || slot != expected))) {
+            return {};
+        }
+        if (weighted == nullptr) {
+            weighted = summand->src[0];
+            expected = slot;
+        }
+        if (!is_sum) {
+            return slot == 0 ? Tail{weighted, i + 1} : Tail{};
+        }
+        --expected;
+        node = node->src[0];
+    }
+    return {};
+}
+
+bool is_in_tail(const Tensor * node, const BufferType * ours, const SumLayers & sum_layers) {
+    const Tensor * weighted = node->op == OP_VIEW ? (slot_of_view(node, ours) < 0 ? nullptr : node->src[0])
+                                                  : tail_at(node, ours).weighted;
+    const int layer         = weighted == nullptr ? -1 : layer_of_rows(weighted->src[0]);
+    return layer >= 0 && static_cast<size_t>(layer) < sum_layers.size() &&
+           sum_layers[static_cast<size_t>(layer)];
+}
+
 class Walk {
   public:
     Walk(Graph * graph, const BufferType * ours, Capture & capture) : ours_(ours), capture_(capture) {
@@ -113,11 +198,19 @@ class Walk {
         if (n_nodes_ == 0 || n_nodes_ > kNodesMax) {
             return fail("it has %d computing nodes", n_nodes_);
         }
-        Tensor * out = nodes_[n_nodes_ - 1];
-        n_slots_     = out->ne[1];
-        n_tokens_    = out->ne[2];
-        capture_.out = out;
-        if (value_of(out, 0) < 0) {
+        Tensor * out        = nodes_[n_nodes_ - 1];
+        const Tensor * rows = out;
+        capture_.out        = out;
+        capture_.tail       = tail_at(out, ours_);
+        if (capture_.tail.weighted != nullptr) {
+            if (!take_tail(out)) {
+                return false;
+            }
+            rows = capture_.tail.rows();
+        }
+        capture_.n_slots  = n_slots_  = rows->ne[1];
+        capture_.n_tokens = n_tokens_ = rows->ne[2];
+        if (value_of(rows, 0) < 0) {
             return false;
         }
         if (n_consumed_ != n_nodes_) {
@@ -126,9 +219,11 @@ class Walk {
         if (capture_.x == nullptr || capture_.ids == nullptr) {
             return fail("it takes no rows");
         }
-        const size_t row = static_cast<size_t>(out->ne[0]) * sizeof(float);
+        const size_t row    = static_cast<size_t>(out->ne[0]) * sizeof(float);
+        const bool is_added = capture_.tail.n_summed != 0;
         if (out->type != TYPE_F32 || out->nb[0] != sizeof(float) || out->nb[1] != row ||
-            out->nb[2] != row * static_cast<size_t>(n_slots_) || out->ne[3] != 1 || out->data == nullptr) {
+            out->nb[2] != row * static_cast<size_t>(is_added ? n_tokens_ : n_slots_) || out->ne[3] != 1 ||
+            out->data == nullptr) {
             return fail("its output is not contiguous F32 rows");
         }
         capture_.program.input_per_slot = capture_.x->ne[1] != 1;
@@ -138,7 +233,7 @@ class Walk {
     }
 
   private:
-    static constexpr int kNodesMax = 64;
+    static constexpr int kNodesMax = 96;
 
     const BufferType * ours_;
     Capture & capture_;
@@ -164,6 +259,21 @@ class Walk {
             }
         }
         return false;
+    }
+
+    // Counts the nodes of the tail that ends with `node`: the hook evaluates all of it or nothing.
+    bool take_tail(const Tensor * node) {
+        for (; node->op == OP_ADD; node = node->src[0]) {
+            if (!in_graph(node)) {
+                return fail("it adds to what was added up elsewhere");
+            }
+            ++n_consumed_;
+        }
+        if (!in_graph(capture_.tail.weighted) || capture_.tail.weights()->data == nullptr) {
+            return fail("it adds up what was weighted elsewhere");
+        }
+        ++n_consumed_;
+        return true;
     }
 
     // Whether the sub-graph itself computes this value (directly, or as a view of something it computes).
@@ -385,7 +495,9 @@ bool is_expert_tensor(const Tensor * tensor, const BufferType * ours) {
     return buffer != nullptr && buffer->buft == ours;
 }
 
-bool is_taken(const Tensor * node, const BufferType * ours) { return taken(node, ours, 0); }
+bool is_taken(const Tensor * node, const BufferType * ours, const SumLayers & sum_layers) {
+    return taken(node, ours, 0) || (!sum_layers.empty() && is_in_tail(node, ours, sum_layers));
+}
 
 Tensor * output_of(Graph * graph) {
     for (int i = lib.ggml_graph_n_nodes(graph) - 1; i >= 0; --i) {
@@ -400,6 +512,7 @@ Tensor * output_of(Graph * graph) {
 bool capture_program(Graph * graph, const BufferType * ours, Capture & capture) {
     capture.layer = -1;
     capture.program.steps.clear();
+    capture.tail     = {};
     capture.x        = nullptr;
     capture.ids      = nullptr;
     capture.out      = nullptr;

@@ -26,6 +26,7 @@ enum Status : int { STATUS_ALLOC_FAILED = -2, STATUS_FAILED = -1, STATUS_SUCCESS
 
 enum Op : int {
     OP_NONE       = 0,
+    OP_ADD        = 2,
     OP_ADD_ID     = 3,
     OP_MUL        = 7,
     OP_SQR        = 9,

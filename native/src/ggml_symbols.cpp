@@ -71,7 +71,7 @@ bool check_names(Mismatch & why) {
         {OP_NONE, "NONE"},     {OP_ADD_ID, "ADD_ID"},         {OP_MUL, "MUL"},     {OP_SQR, "SQR"},
         {OP_REPEAT, "REPEAT"}, {OP_MUL_MAT_ID, "MUL_MAT_ID"}, {OP_SCALE, "SCALE"}, {OP_RESHAPE, "RESHAPE"},
         {OP_VIEW, "VIEW"},     {OP_GET_ROWS, "GET_ROWS"},     {OP_CLAMP, "CLAMP"}, {OP_UNARY, "UNARY"},
-        {OP_GLU, "GLU"},
+        {OP_GLU, "GLU"},       {OP_ADD, "ADD"},
     };
     for (const auto & each : ops) {
         if (!same_text(lib.ggml_op_name(each.op), each.name)) {

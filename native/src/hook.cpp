@@ -6,6 +6,7 @@
 // and outputs are plain host memory and nothing is copied between backends. Outputs may share memory with
 // inputs (the allocator thinks nodes run one after another), so inputs are copied before the callback.
 #include "capture.h"
+#include "weighted_sum.h"
 
 #include <atomic>
 #include <cstdio>
@@ -23,6 +24,7 @@ struct kvasir_hook {
     BufferType buffer_type;
     Device device;
     kvasir_layer_callback callback;
+    kvasir::SumLayers sum_layers; // constant once a model uses the hook
     std::atomic<int64_t> calls{0};
     std::atomic<int64_t> rows_unfilled{0};
     std::atomic<int> live{0}; // buffers and backends that point at this hook
@@ -35,6 +37,7 @@ namespace {
 
 constexpr size_t kAlignment   = 64;
 constexpr size_t kProgramsMax = 64;
+constexpr int32_t kLayersMax  = 1 << 16;
 
 kvasir_hook * hook_of(BufferType * buft) { return static_cast<kvasir_hook *>(buft->context); }
 kvasir_hook * hook_of(Device * device) { return static_cast<kvasir_hook *>(device->context); }
@@ -116,6 +119,8 @@ struct HookBackend {
     kvasir::Capture capture;
     std::vector<float> x;
     std::vector<int32_t> ids;
+    std::vector<float> weights;
+    std::vector<float> rows; // where the tail is evaluated here
     kvasir_layer_call call = {};
 };
 
@@ -169,18 +174,50 @@ void copy_ids(const Tensor * ids, std::vector<int32_t> & to) {
     }
 }
 
+// The router's weights are a view of one value a pair, however that lies.
+void copy_weights(const Tensor * weights, std::vector<float> & to) {
+    to.resize(static_cast<size_t>(weights->ne[1] * weights->ne[2]));
+    float * place     = to.data();
+    const char * data = static_cast<const char *>(weights->data);
+    for (int64_t token = 0; token < weights->ne[2]; ++token) {
+        for (int64_t slot = 0; slot < weights->ne[1]; ++slot, ++place) {
+            std::memcpy(place, data + token * weights->nb[2] + slot * weights->nb[1], sizeof(float));
+        }
+    }
+}
+
+// Does what the tail says with rows [n_tokens, n_slots, n_embd_out], where nobody was asked for sums.
+void evaluate_tail(const kvasir::Tail & tail, const std::vector<float> & rows,
+                   const std::vector<float> & weights, const kvasir_layer_call & call, float * out) {
+    const size_t width   = static_cast<size_t>(call.n_embd_out);
+    const size_t n_slots = static_cast<size_t>(call.n_slots);
+    const bool is_added  = tail.n_summed != 0;
+    const size_t n_taken = is_added ? static_cast<size_t>(tail.n_summed) : n_slots;
+    for (size_t token = 0; token < static_cast<size_t>(call.n_tokens); ++token) {
+        for (size_t slot = 0; slot < n_taken; ++slot) {
+            const size_t pair = token * n_slots + slot;
+            kvasir::add_product(rows.data() + pair * width, weights[pair], !is_added || slot == 0,
+                                call.n_embd_out, out + (is_added ? token : pair) * width);
+        }
+    }
+}
+
 // A float that no kernel computes: a NaN with a payload of ours.
 constexpr uint32_t kUntouched = 0x7fe5a11e;
 
+size_t rows_asked(const kvasir_layer_call & call) {
+    return static_cast<size_t>(call.n_tokens) * (call.weights ? 1 : static_cast<size_t>(call.n_slots));
+}
+
 void mark_rows(const kvasir_layer_call & call) {
-    const size_t n_rows = static_cast<size_t>(call.n_tokens) * static_cast<size_t>(call.n_slots);
+    const size_t n_rows = rows_asked(call);
     for (size_t i = 0; i < n_rows; ++i) {
         std::memcpy(call.out + i * static_cast<size_t>(call.n_embd_out), &kUntouched, sizeof kUntouched);
     }
 }
 
 int64_t count_marked_rows(const kvasir_layer_call & call) {
-    const size_t n_rows = static_cast<size_t>(call.n_tokens) * static_cast<size_t>(call.n_slots);
+    const size_t n_rows = rows_asked(call);
     int64_t count       = 0;
     for (size_t i = 0; i < n_rows; ++i) {
         count += std::memcmp(call.out + i * static_cast<size_t>(call.n_embd_out), &kUntouched,
@@ -210,14 +247,28 @@ int compute(HookBackend * state, Graph * graph) {
     kvasir_layer_call & call = state->call;
     call.layer               = capture.layer;
     call.program_index       = index;
-    call.n_tokens            = static_cast<int32_t>(out->ne[2]);
-    call.n_slots             = static_cast<int32_t>(out->ne[1]);
+    call.n_tokens            = static_cast<int32_t>(capture.n_tokens);
+    call.n_slots             = static_cast<int32_t>(capture.n_slots);
     call.n_embd_in           = static_cast<int32_t>(capture.x->ne[0]);
     call.n_embd_out          = static_cast<int32_t>(out->ne[0]);
     call.x_rows              = static_cast<int32_t>(capture.x->ne[1] * capture.x->ne[2]);
     call.x                   = state->x.data();
     call.ids                 = state->ids.data();
     call.out                 = static_cast<float *>(capture.out->data);
+    call.weights             = nullptr;
+    bool is_tail_ours        = false;
+    if (capture.tail.weighted != nullptr) {
+        copy_weights(capture.tail.weights(), state->weights);
+        // With an input row for each slot a sum for each row sent would be a row for each slot again.
+        is_tail_ours = capture.tail.n_summed != capture.n_slots || capture.program.input_per_slot;
+        if (is_tail_ours) {
+            state->rows.resize(static_cast<size_t>(call.n_tokens) * static_cast<size_t>(call.n_slots) *
+                               static_cast<size_t>(call.n_embd_out));
+            call.out = state->rows.data();
+        } else {
+            call.weights = state->weights.data();
+        }
+    }
     mark_rows(call);
     switch (hook->callback(&call)) {
         case KVASIR_LAYER_DONE: break;
@@ -229,6 +280,10 @@ int compute(HookBackend * state, Graph * graph) {
         hook->rows_unfilled += unfilled;
         set_error(hook, call.layer, "not every row came back");
         return STATUS_FAILED;
+    }
+    if (is_tail_ours) {
+        evaluate_tail(capture.tail, state->rows, state->weights, call,
+                      static_cast<float *>(capture.out->data));
     }
     ++hook->calls;
     return STATUS_SUCCESS;
@@ -285,7 +340,8 @@ Backend * device_init_backend(Device * device, const char *) {
 }
 
 bool device_supports_op(Device * device, const Tensor * node) {
-    return kvasir::is_taken(node, &hook_of(device)->buffer_type);
+    const kvasir_hook * hook = hook_of(device);
+    return kvasir::is_taken(node, &hook->buffer_type, hook->sum_layers);
 }
 
 bool device_supports_buft(Device * device, BufferType * buft) {
@@ -332,6 +388,22 @@ extern "C" kvasir_hook * kvasir_hook_create(kvasir_layer_callback callback) {
     device.reg                   = &hook_registry;
     device.context               = hook;
     return hook;
+}
+
+extern "C" int32_t kvasir_hook_claim_sums(kvasir_hook * hook, const int32_t * layers, int32_t n_layers) {
+    kvasir::SumLayers claimed;
+    for (int32_t i = 0; i < n_layers; ++i) {
+        if (layers[i] < 0 || layers[i] >= kLayersMax) {
+            return -1;
+        }
+        const size_t layer = static_cast<size_t>(layers[i]);
+        if (layer >= claimed.size()) {
+            claimed.resize(layer + 1);
+        }
+        claimed[layer] = true;
+    }
+    hook->sum_layers = claimed;
+    return 0;
 }
 
 extern "C" int32_t kvasir_hook_destroy(kvasir_hook * hook) {

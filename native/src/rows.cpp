@@ -2,6 +2,7 @@
 // how it rounds a row to Q8_0.
 #include "ggml_abi.h"
 #include "kvasir_native.h"
+#include "weighted_sum.h"
 
 #include <cstring>
 #include <vector>
@@ -26,6 +27,8 @@ bool all_finite(const float * row, int32_t n) {
 constexpr uint32_t MAGIC        = 0x3141564b; // "KVA1"
 constexpr uint8_t KIND_DISPATCH = 3;
 constexpr uint8_t KIND_REPLY    = 4;
+constexpr uint16_t ASKS_FOR_ROWS = 0;
+constexpr uint16_t ASKS_FOR_SUMS = 1;
 
 // The header of a DISPATCH as it travels (kvasir_proto/dispatch.py).
 struct dispatch_header {
@@ -104,13 +107,18 @@ uint64_t row_bytes(int32_t wire_type, int32_t n_embd) {
     return wire_type == KVASIR_WIRE_Q8_0 ? width / Q8_0_BLOCK * sizeof(q8_0_block) : width * sizeof(float);
 }
 
+// 32-bit words that travel with each pair of a call.
+size_t table_words(const kvasir_layer_call * call) { return call->weights ? 3 : 2; }
+
 // Lays out one holder's payload; returns how many distinct rows it has.
 int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, int32_t wire_type, const int32_t * pairs,
                      int32_t n_pairs, int32_t * payload) {
     int32_t * row_of_pair    = payload;
     int32_t * expert_of_pair = payload + n_pairs;
+    int32_t * weight_of_pair = payload + 2 * static_cast<size_t>(n_pairs); // when there are weights
     const size_t width       = static_cast<size_t>(call->n_embd_in);
-    uint8_t * rows           = reinterpret_cast<uint8_t *>(payload + 2 * static_cast<size_t>(n_pairs));
+    const size_t words       = table_words(call) * static_cast<size_t>(n_pairs);
+    uint8_t * rows           = reinterpret_cast<uint8_t *>(payload + words);
     const size_t stride      = static_cast<size_t>(row_bytes(wire_type, call->n_embd_in));
     const auto to_q8_0       = wire_type == KVASIR_WIRE_Q8_0
                                    ? ggml::lib.ggml_get_type_traits_cpu(ggml::TYPE_Q8_0)->from_float
@@ -133,6 +141,9 @@ int32_t pack_payload(const kvasir_layer_call * call, bool input_per_slot, int32_
         }
         row_of_pair[i]    = n_rows - 1;
         expert_of_pair[i] = call->ids[pair];
+        if (call->weights) {
+            std::memcpy(weight_of_pair + i, call->weights + pair, sizeof(float));
+        }
     }
     return n_rows;
 }
@@ -149,8 +160,9 @@ extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t inpu
     if (status != 0) {
         return status;
     }
-    const uint64_t pair_bytes = 8 + row_bytes(KVASIR_WIRE_F32, call->n_embd_in);
-    bool roomy                = true;
+    const uint64_t table_bytes = 4 * table_words(call);
+    const uint64_t pair_bytes  = table_bytes + row_bytes(KVASIR_WIRE_F32, call->n_embd_in);
+    bool roomy                 = true;
     for (int32_t i = 0; i < n_holders; ++i) {
         const uint64_t count = static_cast<uint64_t>(counts[static_cast<size_t>(i)]);
         parts[i].n_pairs     = static_cast<int64_t>(count);
@@ -175,8 +187,9 @@ extern "C" int32_t kvasir_pack_call(const kvasir_layer_call * call, int32_t inpu
         header.magic         = MAGIC;
         header.kind          = KIND_DISPATCH;
         header.wire_type     = static_cast<uint8_t>(wire_type);
+        header.code          = call->weights ? ASKS_FOR_SUMS : ASKS_FOR_ROWS;
         header.request_id    = authority->first_request_id + static_cast<uint64_t>(i);
-        header.payload_bytes = 8 * static_cast<uint64_t>(count) +
+        header.payload_bytes = table_bytes * static_cast<uint64_t>(count) +
                                static_cast<uint64_t>(n_rows) * row_bytes(wire_type, call->n_embd_in);
         header.epoch         = authority->epoch;
         header.term          = authority->term;
@@ -220,6 +233,77 @@ extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs
             return i;
         }
         std::memcpy(out + static_cast<size_t>(pairs[i]) * width, row, width * sizeof(float));
+    }
+    return -1;
+}
+
+extern "C" int32_t kvasir_weighted_sums(const float * rows, const int32_t * row_of_pair,
+                                        const float * weight_of_pair, int32_t n_pairs, int32_t n_rows,
+                                        int32_t n_embd, float * sums) {
+    int32_t last = -1;
+    for (int32_t i = 0; i < n_pairs; ++i) {
+        const int32_t row = row_of_pair[i];
+        if (row < last || row > last + 1 || row < 0 || row >= n_rows) {
+            return i;
+        }
+        last = row;
+    }
+    if (last != n_rows - 1) {
+        return n_pairs;
+    }
+    last = -1;
+    for (int32_t i = 0; i < n_pairs; ++i) {
+        float * sum = sums + static_cast<size_t>(row_of_pair[i]) * static_cast<size_t>(n_embd);
+        kvasir::add_product(rows + static_cast<size_t>(i) * static_cast<size_t>(n_embd), weight_of_pair[i],
+                            row_of_pair[i] != last, n_embd, sum);
+        last = row_of_pair[i];
+    }
+    return -1;
+}
+
+extern "C" int32_t kvasir_add_sums(const kvasir_sums_part * parts, int32_t n_parts, int32_t n_tokens,
+                                   int32_t n_slots, int32_t n_embd, float * out) {
+    const int32_t n_pairs = n_tokens * n_slots;
+    std::vector<int32_t> part_of_pair(static_cast<size_t>(n_pairs), -1);
+    for (int32_t part = 0; part < n_parts; ++part) {
+        const int32_t * pairs = reinterpret_cast<const int32_t *>(parts[part].pairs);
+        for (int64_t i = 0; i < parts[part].n_pairs; ++i) {
+            if (pairs[i] < 0 || pairs[i] >= n_pairs) {
+                return n_pairs - 1;
+            }
+            if (part_of_pair[static_cast<size_t>(pairs[i])] != -1) {
+                return pairs[i];
+            }
+            part_of_pair[static_cast<size_t>(pairs[i])] = part;
+        }
+    }
+    for (int32_t pair = 0; pair < n_pairs; ++pair) {
+        if (part_of_pair[static_cast<size_t>(pair)] == -1) {
+            return pair;
+        }
+    }
+    const size_t width = static_cast<size_t>(n_embd);
+    std::vector<int32_t> last_token(static_cast<size_t>(n_parts), -1); // to which a part has contributed
+    std::vector<size_t> next_row(static_cast<size_t>(n_parts));
+    for (int32_t token = 0; token < n_tokens; ++token) {
+        float * sum = out + static_cast<size_t>(token) * width;
+        for (int32_t slot = 0; slot < n_slots; ++slot) {
+            const size_t pair = static_cast<size_t>(token) * static_cast<size_t>(n_slots) +
+                                static_cast<size_t>(slot);
+            const size_t part = static_cast<size_t>(part_of_pair[pair]);
+            if (last_token[part] == token) {
+                continue;
+            }
+            last_token[part] = token;
+            const float * row = reinterpret_cast<const float *>(parts[part].sums) + next_row[part]++ * width;
+            if (slot == 0) {
+                std::memcpy(sum, row, width * sizeof(float));
+                continue;
+            }
+            for (size_t i = 0; i < width; ++i) {
+                sum[i] += row[i];
+            }
+        }
     }
     return -1;
 }

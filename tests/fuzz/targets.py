@@ -587,7 +587,9 @@ def run_remote_holder(data: bytes) -> None:
         holder = RemoteHolder(_HOLDER, cast(Any, theirs))
         pairs = IndexBuffer(np.zeros(8, np.int32))
         for index, n_pairs in enumerate(asked):
-            holder.submit(Request(index, memoryview(b"request"), pairs, 0, n_pairs, WIDTH, 0, 1 << 62))
+            holder.submit(
+                Request(index, memoryview(b"request"), pairs, 0, n_pairs, n_pairs, WIDTH, 0, 1 << 62)
+            )
         holder.send_pending()
         ours.sendall(stream)
         ours.shutdown(socket.SHUT_WR)
@@ -794,6 +796,35 @@ def _scatter(script: _Script, answer: Rows, mine: list[int], out: Rows) -> None:
     require(bool(np.isnan(out[mine[bad:]]).all()), "a row was written behind one that is not finite")
 
 
+def run_sums(data: bytes) -> None:
+    """Adding up rows by tables that nobody checked: right or refused, never outside a buffer."""
+    script = _Script(data)
+    n_pairs, n_rows, width = 1 + (script.byte() & 15), 1 + (script.byte() & 15), 1 + (script.byte() & 7)
+    row_of_pair = [script.index() for _ in range(n_pairs)]
+    steps = [after - before for before, after in zip([-1, *row_of_pair], row_of_pair, strict=False)]
+    is_sound = steps[0] == 1 and all(0 <= step <= 1 for step in steps) and row_of_pair[-1] == n_rows - 1
+    rows = np.arange(n_pairs * width, dtype=np.float32).reshape(n_pairs, width)
+    table, weights = np.array(row_of_pair, np.int32), np.full(n_pairs, 2.0, np.float32)
+    sums = np.full((n_rows + 1, width), _GUARD, np.float32)
+    status = load().weighted_sums(
+        *(rows.ctypes.data, table.ctypes.data, weights.ctypes.data, n_pairs, n_rows, width),
+        sums.ctypes.data,
+    )
+    require((status == -1) == is_sound, "rows out of order were added up, or sound ones refused")
+    expected = np.full_like(sums, _GUARD)
+    if is_sound:
+        expected[:n_rows] = 0.0
+        np.add.at(expected, table, 2.0 * rows)
+    require(np.array_equal(sums, expected), "other sums, or something behind them")
+
+
+def sums_seeds() -> Iterable[bytes]:
+    """A sound table, one with a row that has no pair, one that goes far outside."""
+    yield bytes([3, 1, 2, 0, 0, 1, 1])
+    yield bytes([1, 2, 2, 0, 2])
+    yield bytes([1, 0, 2, 0, 0xFF, 255, 255, 255, 127])
+
+
 def rows_seeds() -> Iterable[bytes]:
     """Sound calls of several shapes, one without room, one for an expert that nobody holds."""
     yield bytes([3, 1, 3, 3, 1, 0, 1, 2, 1, 2, 1, 0, 1, 2, 3, 3, 2, 1, 0, 255, 255])
@@ -819,6 +850,7 @@ TARGETS: Final = {
         Target("dispatcher", run_dispatcher, dispatcher_seeds, 1024),
         Target("kernel", run_kernel, kernel_seeds, 1024, is_native=True),
         Target("rows", run_rows, rows_seeds, 256, is_native=True),
+        Target("sums", run_sums, sums_seeds, 256, is_native=True),
     )
 }
 """Every target by its name."""

@@ -276,6 +276,7 @@ class FailureMatrix:
             hooked=True,
             kv_type="f16",
             compact_activations=False,
+            partial_sums=False,
             device="none",
             rpc=None,
         )

@@ -167,3 +167,28 @@ def test_a_short_benchmark_gives_every_figure_and_equal_logits(
     assert set(document["rounds"][0]) == {"reference", "1 worker", "2 workers"}
     assert len(document["rounds"][0]["1 worker"]["decode_us"]) == 2
     assert "round 1 of 1" in captured.err
+
+
+def test_partial_sums_save_bytes_and_are_equivalent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the last layer answer with sums, one worker's exactly; with rows in Q8_0 or without."""
+    shape = ModelShape(n_layer=3, n_embd=256, n_ff=256, n_expert=16, n_expert_used=4)
+    model = quantise(make_qwen3moe(tmp_path / "source.gguf", shape), tmp_path / "model.gguf", "Q8_0")
+    received = {}
+    for options in ([], ["--partial-sums"], ["--partial-sums", "--compact-activations"]):
+        arguments = ("--positions", "40", "--workers", "2", "--kv-type", "f32", *options)
+        status, document, progress = measure(capsys, tmp_path / "home", model, *arguments)
+        assert status == 0, progress
+        assert document["partial_sums"] is bool(options)
+        assert document["hook_calls"] == document["moe_layers"] * document["ubatches"]
+        assert document["mean_kld"] < 1e-5
+        received[tuple(options)] = document["bytes_per_token_from_holders"]
+    rows, *sums = received.values()
+    assert sums[0] == sums[1]
+    assert sums[0] < 0.75 * rows
+    # What one worker adds up is what llama.cpp adds up.
+    arguments = ("--positions", "40", "--require-exact", "--partial-sums")
+    status, document, progress = measure(capsys, tmp_path / "home", model, *arguments)
+    assert status == 0, progress
+    assert document["bytes_per_token_from_holders"] < 0.6 * rows

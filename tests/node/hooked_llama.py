@@ -16,7 +16,7 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import WireType
+from kvasir_proto.dispatch import Answer, WireType
 from kvasir_proto.manifest import ModelManifest, ShardSet
 
 Rows = npt.NDArray[np.float32]
@@ -190,6 +190,7 @@ class InProcessWorkers:
         }
         self.hook: ExpertHook | None = None
         self.layers: list[int] = []
+        self.summed_layers: list[int] = []
         self.widest = 0
 
     def __call__(self, call: LayerCall) -> None:
@@ -201,8 +202,11 @@ class InProcessWorkers:
         n_pairs = call.n_tokens * call.n_slots
         self.widest = max(self.widest, n_pairs)
         pairs = np.empty(n_pairs, np.int32)
+        answer = Answer.SUMS if call.weights_address else Answer.ROWS
+        if answer is Answer.SUMS:
+            self.summed_layers.append(call.layer)
         frame_bytes = dispatch.HEADER_BYTES + dispatch.dispatch_payload_bytes(
-            n_pairs, n_pairs, call.n_embd_in
+            n_pairs, n_pairs, call.n_embd_in, answer=answer
         )
         frames = np.empty((len(self.kernels), frame_bytes), np.uint8)
         parts = np.zeros((len(self.kernels), 4), np.int64)  # kvasir_holder_part
@@ -224,23 +228,41 @@ class InProcessWorkers:
         )
         assert status == 0
         start = 0
+        kept: list[Rows] = []
+        sums_parts: list[tuple[int, int, int]] = []  # kvasir_sums_part
         for kernel, (frame, _, count, n_rows) in zip(self.kernels, parts.tolist(), strict=True):
+            mine = pairs[start : start + count]
             if count:
                 payload = frame + dispatch.HEADER_BYTES
-                self._compute(call, kernel, payload, pairs[start : start + count], n_rows)
+                rows = self._compute(call, kernel, payload, count, n_rows, answer)
+                if answer is Answer.SUMS:
+                    kept.append(self._added_up(rows, payload, n_rows))
+                    sums_parts.append((kept[-1].ctypes.data, mine.ctypes.data, count))
+                else:
+                    bad = self.native.scatter_rows(
+                        rows.ctypes.data, mine.ctypes.data, count, call.n_embd_out, call.out_address
+                    )
+                    assert bad == -1
             start += count
+        if sums_parts:
+            array = np.array(sums_parts, np.int64)
+            fault = self.native.add_sums(
+                *(array.ctypes.data, len(array), call.n_tokens, call.n_slots, call.n_embd_out),
+                call.out_address,
+            )
+            assert fault == -1
 
     def _compute(
         self,
         call: LayerCall,
         kernel: GgmlCpuKernel,
         payload_address: int,
-        mine: npt.NDArray[np.int32],
+        n_pairs: int,
         n_rows: int,
-    ) -> None:
+        answer: Answer,
+    ) -> Rows:
         assert self.hook is not None
         number = kernel.add_program(self.hook.programs[call.program_index])
-        n_pairs = len(mine)
         assert kernel.row_widths(call.layer, number) == (call.n_embd_in, call.n_embd_out)
         out = np.empty((n_pairs, call.n_embd_out), np.float32)
         kernel.compute(
@@ -248,15 +270,23 @@ class InProcessWorkers:
             number,
             n_rows,
             n_pairs,
-            payload_address + 8 * n_pairs,
+            payload_address + dispatch.tables_bytes(n_pairs, answer),
             payload_address,
             payload_address + 4 * n_pairs,
             out.ctypes.data,
         )
-        bad = self.native.scatter_rows(
-            out.ctypes.data, mine.ctypes.data, n_pairs, call.n_embd_out, call.out_address
+        return out
+
+    def _added_up(self, rows: Rows, payload_address: int, n_rows: int) -> Rows:
+        """What a worker would answer to a dispatch that asks for sums."""
+        n_pairs, width = rows.shape
+        sums = np.empty((n_rows, width), np.float32)
+        fault = self.native.weighted_sums(
+            *(rows.ctypes.data, payload_address, payload_address + 8 * n_pairs, n_pairs, n_rows, width),
+            sums.ctypes.data,
         )
-        assert bad == -1
+        assert fault == -1
+        return sums
 
     def close(self) -> None:
         """Free the kernels."""
@@ -264,9 +294,9 @@ class InProcessWorkers:
             kernel.close()
 
 
-def hooked(on_layer: Callable[[LayerCall], None]) -> ExpertHook:
+def hooked(on_layer: Callable[[LayerCall], None], sum_layers: Sequence[int] = ()) -> ExpertHook:
     """A hook for `on_layer`, which learns of it when it wants to."""
-    hook = ExpertHook(on_layer)
+    hook = ExpertHook(on_layer, sum_layers)
     if isinstance(on_layer, InProcessWorkers):
         on_layer.hook = hook
     return hook

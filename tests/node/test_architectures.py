@@ -125,6 +125,31 @@ def test_every_architecture_is_exact(model: ArchitectureModel, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ARCHITECTURES, ids=named)
+def test_every_architecture_adds_up_alike_where_one_worker_does_it(
+    model: ArchitectureModel, tmp_path: Path
+) -> None:
+    """Sums of one holder are those of llama.cpp bit for bit: the same products, in the same order."""
+    run = run_model(make_model(tmp_path, model, "F32"), model, n_worker=1, sums=True)
+    assert run.delta == 0.0
+    has_sums = run.n_expert_used > 1 and not run.programs[0].input_per_slot
+    assert run.summed_layers == (run.called_layers if has_sums else ())
+    assert run.called_layers == run.moe_layers * run.n_ubatches
+    assert run.steps == (SHAPES[model.shape],)
+
+
+def test_sums_of_three_workers_are_equivalent_and_not_exact(tmp_path: Path) -> None:
+    model = first_of("qwen3moe")
+    model = replace(model, settings={**model.settings, "expert_used_count": 4})
+    path = make_model(tmp_path, model, "F32")
+    run = run_model(path, model, sums=True)
+    assert run.spread > 0.1
+    assert 0.0 < run.delta < 5e-3  # attention rounds to F16 what differs in the last bit
+    # and whoever adds up wrongly is noticed
+    assert run_model(path, model, sums=True, spoil=halve_a_row).delta > 5e-2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_exact_when_quantised(shape: str, type_name: str, tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from kvasir_node.backbone.hook import ExpertHook, LayerCall
 from kvasir_node.native_library import load
-from kvasir_proto.errors import EngineFailed
+from kvasir_proto.errors import EngineFailed, LocalProtocolError
 from kvasir_proto.program import ABSENT, ExpertProgram, GluKind, ProgramStep, StepOp, UnaryKind
 
 N_EMBD, N_FF, N_EXPERT, N_SLOT, N_TOKEN = 16, 8, 5, 2, 3
@@ -124,6 +124,26 @@ class SubGraph:
             self.ggml.call("backend_buffer_free", ctypes.c_void_p(buffer))
         for context in self.contexts:
             self.ggml.call("free", ctypes.c_void_p(context))
+
+    def view(self, node: Node, width: int, n_tokens: int, stride: int, offset: int) -> Node:
+        """A view of `width` floats of each token, `stride` bytes apart."""
+        sizes = [ctypes.c_int64(each) for each in (width, n_tokens)]
+        return self.op("view_2d", node, *sizes, *[ctypes.c_size_t(each) for each in (stride, offset)])
+
+    def slot(self, node: Node, slot: int, n_slot: int = N_SLOT) -> Node:
+        """One slot of a value, of all tokens, as llama.cpp spells it."""
+        return self.view(node, N_EMBD, N_TOKEN, 4 * N_EMBD * n_slot, 4 * N_EMBD * slot)
+
+    def fill(self, node: Node, values: Sequence[float]) -> None:
+        """Write a value that somebody else computed."""
+        self._allocate()
+        data = self.ggml.call("get_data", ctypes.c_void_p(node))
+        ctypes.memmove(data, struct.pack(f"<{len(values)}f", *values), 4 * len(values))
+
+    def floats_of(self, node: Node, count: int) -> list[float]:
+        """The first numbers of a value."""
+        data = self.ggml.call("get_data", ctypes.c_void_p(node))
+        return list((ctypes.c_float * count).from_address(data))
 
 
 @pytest.fixture
@@ -334,3 +354,216 @@ def test_what_is_no_expert_program_fails_the_decode(
     assert reason in str(failure)
     assert calls == []
     assert len(hook.programs) == 0
+
+
+# ---- Weighted sums ----
+
+WEIGHTS = tuple(0.5 + pair for pair in range(N_SLOT * N_TOKEN))
+ROWS = [[10.0 * pair + each for each in range(N_EMBD)] for pair in range(N_SLOT * N_TOKEN)]
+SUMS = [
+    [WEIGHTS[pair] * ROWS[pair][each] + WEIGHTS[pair + 1] * ROWS[pair + 1][each] for each in range(N_EMBD)]
+    for pair in range(0, N_SLOT * N_TOKEN, N_SLOT)
+]
+"""Exact in F32: small numbers with one binary place."""
+
+
+class Summing:
+    """A hook that is told to claim sums in layer 3, and what it was asked."""
+
+    def __init__(self, layers: Sequence[int] = (3,)) -> None:
+        self.asked: list[tuple[int, list[float]]] = []
+        self.hook = ExpertHook(self.on_layer, layers)
+        self.graph = SubGraph(self.hook)
+        self.weights = self.graph.outside(1, N_SLOT, N_TOKEN)
+        self.graph_fills: list[Node] = [self.weights]
+
+    def on_layer(self, call: LayerCall) -> None:
+        n_pairs = call.n_tokens * call.n_slots
+        answer = ROWS
+        weights: list[float] = []
+        if call.weights_address:
+            weights = list((ctypes.c_float * n_pairs).from_address(call.weights_address))
+            answer = SUMS
+        self.asked.append((call.layer, weights))
+        flat = [each for row in answer for each in row]
+        ctypes.memmove(call.out_address, struct.pack(f"<{len(flat)}f", *flat), 4 * len(flat))
+
+    def compute(self, *outputs: Node) -> int:
+        for node in self.graph_fills:
+            self.graph.fill(node, WEIGHTS)
+        return self.graph.compute(*outputs)
+
+    def close(self) -> None:
+        self.graph.close()
+        self.hook.close()
+
+
+@pytest.fixture
+def summing() -> Iterator[Summing]:
+    summing = Summing()
+    yield summing
+    summing.close()
+
+
+def weighted(summing: Summing, rows: Node | None = None) -> Node:
+    graph = summing.graph
+    rows = graph.down(graph.op("silu", graph.up())) if rows is None else rows
+    return graph.op("mul", rows, summing.weights)
+
+
+def test_the_whole_sum_is_taken_where_it_has_its_plain_form(summing: Summing) -> None:
+    graph = summing.graph
+    product = weighted(summing)
+    views = [graph.slot(product, slot) for slot in range(N_SLOT)]
+    total = graph.op("add", *views)
+    shared = graph.outside(N_EMBD, N_TOKEN)
+    assert all(graph.taken(node) for node in (product, *views, total))
+    assert not graph.taken(graph.op("scale", total, ctypes.c_float(2.0)))
+    assert not graph.taken(graph.op("add", total, shared))
+    assert summing.compute(total) == 0
+    assert summing.asked == [(3, list(WEIGHTS))]
+    assert graph.floats_of(total, N_TOKEN * N_EMBD) == [each for row in SUMS for each in row]
+    assert [step.op for step in summing.hook.programs[0].steps][-1] is StepOp.EXPERT_MATMUL
+
+
+def test_a_sub_graph_that_ends_with_weighted_rows_is_asked_for_rows(summing: Summing) -> None:
+    """Somebody else goes on from there, a scale between groups for instance."""
+    product = weighted(summing)
+    assert summing.compute(product) == 0
+    assert summing.asked == [(3, [])]
+    assert summing.graph.floats_of(product, N_SLOT * N_TOKEN * N_EMBD) == [
+        weight * each for weight, row in zip(WEIGHTS, ROWS, strict=True) for each in row
+    ]
+
+
+def test_a_sum_of_a_row_for_each_slot_is_added_up_here(summing: Summing) -> None:
+    """Where each slot has its own input row, sums would save nothing."""
+    graph = summing.graph
+    graph.x = graph.outside(N_EMBD, N_SLOT, N_TOKEN)
+    product = weighted(summing)
+    total = graph.op("add", graph.slot(product, 0), graph.slot(product, 1))
+    assert summing.compute(total) == 0
+    assert summing.asked == [(3, [])]
+    assert summing.hook.programs[0].input_per_slot
+    assert graph.floats_of(total, N_TOKEN * N_EMBD) == [each for row in SUMS for each in row]
+
+
+def test_weights_may_lie_apart(summing: Summing) -> None:
+    graph = summing.graph
+    table = graph.outside(4, N_SLOT, N_TOKEN)
+    sizes = [ctypes.c_int64(each) for each in (1, N_SLOT, N_TOKEN)]
+    strides = [ctypes.c_size_t(each) for each in (16, 16 * N_SLOT, 4)]
+    summing.weights = graph.op("view_3d", table, *sizes, *strides)
+    product = weighted(summing)
+    total = graph.op("add", graph.slot(product, 0), graph.slot(product, 1))
+    graph.fill(table, [each for weight in WEIGHTS for each in (-1.0, weight, -1.0, -1.0)])
+    assert graph.compute(total) == 0
+    assert summing.asked == [(3, list(WEIGHTS))]
+
+
+def _mul_before_down(summing: Summing) -> list[Node]:
+    graph = summing.graph
+    return [graph.op("mul", graph.up(), graph.outside(1, N_SLOT, N_TOKEN))]
+
+
+def _weights_of_another_shape(summing: Summing) -> list[Node]:
+    graph = summing.graph
+    down = graph.down(graph.up())
+    return [
+        graph.op("mul", down, graph.outside(N_EMBD, N_SLOT, N_TOKEN)),
+        graph.op("mul", down, graph.outside(1, N_SLOT, 1)),
+        graph.op("mul", down, graph.outside(1, 1, N_TOKEN)),
+    ]
+
+
+def _weights_before_the_experts(summing: Summing) -> list[Node]:
+    graph = summing.graph
+    down = graph.down(graph.up())
+    return [graph.op("add", graph.slot(down, 0), graph.slot(down, 1))]
+
+
+def _slots_out_of_order(summing: Summing) -> list[Node]:
+    graph, product = summing.graph, weighted(summing)
+    first, second = graph.slot(product, 0), graph.slot(product, 1)
+    return [
+        graph.op("add", second, first),
+        graph.op("add", first, first),
+        graph.op("add", second, second),
+        graph.op("add", graph.op("add", first, second), second),
+        graph.op("add", first, graph.op("add", first, second)),
+    ]
+
+
+def _other_views(summing: Summing) -> list[Node]:
+    graph, product = summing.graph, weighted(summing)
+    row, token = 4 * N_EMBD, 4 * N_EMBD * N_SLOT
+    return [
+        graph.view(product, N_EMBD // 2, N_TOKEN, token, 0),
+        graph.view(product, N_EMBD, N_TOKEN, row, 0),
+        graph.view(product, N_EMBD, N_TOKEN - 1, token, 0),
+        graph.view(product, N_EMBD, N_TOKEN - 1, token, token),
+        graph.view(product, N_EMBD // 2, N_TOKEN, token, row // 2),
+    ]
+
+
+def _two_products(summing: Summing) -> list[Node]:
+    graph = summing.graph
+    one, other = weighted(summing), weighted(summing)
+    return [graph.op("add", graph.slot(one, 0), graph.slot(other, 1))]
+
+
+def _further_steps(summing: Summing) -> list[Node]:
+    graph, product = summing.graph, weighted(summing)
+    return [
+        graph.op("scale", product, ctypes.c_float(0.5)),
+        graph.op("silu", product),
+        graph.op("mul", product, summing.weights),
+        graph.op("mul_inplace", graph.down(graph.up()), summing.weights),
+        graph.op("cont", graph.slot(product, 0)),
+    ]
+
+
+def _another_layer(summing: Summing) -> list[Node]:
+    graph = summing.graph
+    weight = graph.expert("blk.4.ffn_down_exps.weight", N_FF, N_EMBD)
+    product = weighted(summing, graph.op("mul_mat_id", weight, graph.up(4), graph.ids))
+    return [product, graph.op("add", graph.slot(product, 0), graph.slot(product, 1))]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        _mul_before_down,
+        _weights_of_another_shape,
+        _weights_before_the_experts,
+        _slots_out_of_order,
+        _other_views,
+        _two_products,
+        _further_steps,
+        _another_layer,
+    ],
+)
+def test_what_is_no_plain_sum_stays_with_the_backbone(
+    summing: Summing, build: Callable[[Summing], list[Node]]
+) -> None:
+    assert not any(summing.graph.taken(node) for node in build(summing))
+
+
+def test_one_slot_is_no_sum_and_too_many_are_left() -> None:
+    for n_slot, is_taken in ((1, False), (2, True), (32, True), (33, False)):
+        summing = Summing()
+        graph = summing.graph
+        graph.ids = graph._tensor(graph.inputs, I32, n_slot, N_TOKEN)
+        summing.weights = graph.outside(1, n_slot, N_TOKEN)
+        product = weighted(summing)
+        total = graph.slot(product, 0, n_slot)
+        for slot in range(1, n_slot):
+            total = graph.op("add", total, graph.slot(product, slot, n_slot))
+        assert graph.taken(product) is graph.taken(total) is is_taken
+        summing.close()
+
+
+@pytest.mark.parametrize("layers", [[-1], [1 << 16], [3, 2**31 - 1]])
+def test_layers_that_no_model_has_cannot_be_claimed(layers: list[int]) -> None:
+    with pytest.raises(LocalProtocolError, match="no model has all of the layers"):
+        ExpertHook(lambda call: None, layers)

@@ -63,7 +63,7 @@ def test_a_second_ggml_that_comes_later_is_noticed() -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        ("native_library.NATIVE_ABI = 99", "has ABI 2, this version of Kvasir needs 99"),
+        ("native_library.NATIVE_ABI = 99", "has ABI 3, this version of Kvasir needs 99"),
         ("native_library._LIBRARY_NAMES['linux'] = (b'libm.so.6',) * 3", "it has no function ggml_version"),
         ("native_library._LIBRARY_NAMES['linux'] = (b'libggml-base.so.9',) * 3", "so.9 is not loaded"),
         ("sys.platform = 'plan9'", "not made for plan9"),

@@ -106,6 +106,17 @@ def compute_rows(layer: int, x: Rows, row_of_pair: Indices, expert_of_pair: Indi
     return np.asarray(x[row_of_pair] * factors + np.float32(100 * layer), np.float32)
 
 
+def add_up(rows: Rows, row_of_pair: Indices, weight_of_pair: Rows) -> Rows:
+    """The weighted sum of each row's pairs, in their order."""
+    sums: list[Rows] = []
+    for row, target, weight in zip(rows, row_of_pair.tolist(), weight_of_pair, strict=True):
+        if target == len(sums):
+            sums.append(row * weight)
+        else:
+            sums[target] = sums[target] + row * weight
+    return np.array(sums, np.float32)
+
+
 class ToyKernel:
     """A holder's kernel over toy experts; see `port.ExpertKernel`. Knows what it was asked, in `asked`."""
 
@@ -175,15 +186,24 @@ class ToyKernel:
 class ToyCall(LayerCall):
     """One layer call as the hook would make it: after it `out` must equal `expected`.
 
-    Row t of the input is `t, t + 1, ...`, so that a row tells its token. `out` begins as NaN.
+    Row t of the input is `t, t + 1, ...`, so that a row tells its token. `out` begins as NaN. With `weights`
+    [n_tokens, n_slots] it asks for sums.
     """
 
-    def __init__(self, ids: list[list[int]], layer: int = LAYERS[0], width: int = WIDTH) -> None:
+    def __init__(
+        self,
+        ids: list[list[int]],
+        layer: int = LAYERS[0],
+        width: int = WIDTH,
+        weights: list[list[float]] | None = None,
+    ) -> None:
         super().__init__()
         self.ids = np.array(ids, np.int32)
         n_tokens, n_slots = self.ids.shape
         self.x: Rows = (np.arange(n_tokens)[:, np.newaxis] + np.arange(width)).astype(np.float32)
-        self.out: Rows = np.full((n_tokens, n_slots, width), np.nan, np.float32)
+        self.weights: Rows | None = None if weights is None else np.array(weights, np.float32)
+        shape = (n_tokens, n_slots, width) if weights is None else (n_tokens, width)
+        self.out: Rows = np.full(shape, np.nan, np.float32)
         self.layer, self.program_index = layer, 0
         self.n_tokens, self.n_slots = n_tokens, n_slots
         self.n_embd_in = self.n_embd_out = width
@@ -191,12 +211,16 @@ class ToyCall(LayerCall):
         self.x_address = self.x.ctypes.data
         self.ids_address = self.ids.ctypes.data
         self.out_address = self.out.ctypes.data
+        self.weights_address = 0 if self.weights is None else self.weights.ctypes.data
 
     @property
     def expected(self) -> Rows:
         n_tokens, n_slots = self.ids.shape
         tokens = np.repeat(np.arange(n_tokens, dtype=np.int32), n_slots)
-        return compute_rows(self.layer, self.x, tokens, self.ids.reshape(-1)).reshape(self.out.shape)
+        rows = compute_rows(self.layer, self.x, tokens, self.ids.reshape(-1))
+        if self.weights is not None:
+            rows = add_up(rows, tokens, self.weights.reshape(-1))
+        return rows.reshape(self.out.shape)
 
     @property
     def is_right(self) -> bool:

@@ -21,6 +21,7 @@ from kvasir_proto.dispatch import (
     PROGRAM_BYTES_MAX,
     PROGRAMS_MAX,
     REFUSAL_TEXT_BYTES_MAX,
+    Answer,
     DispatchHeader,
     FrameKind,
     Opening,
@@ -52,7 +53,13 @@ def refusal_of(data: bytes) -> str:
 
 
 def dispatch_frame(
-    n_rows: int = 2, n_pairs: int = 3, n_embd_in: int = 4, *, epoch: int = 0, layer: int = 5
+    n_rows: int = 2,
+    n_pairs: int = 3,
+    n_embd_in: int = 4,
+    *,
+    epoch: int = 0,
+    layer: int = 5,
+    answer: Answer = Answer.ROWS,
 ) -> bytes:
     frame = bytearray(HEADER_BYTES)
     pack_dispatch_into(
@@ -65,6 +72,7 @@ def dispatch_frame(
         n_rows=n_rows,
         n_pairs=n_pairs,
         n_embd_in=n_embd_in,
+        answer=answer,
     )
     return bytes(frame)
 
@@ -102,6 +110,7 @@ def edited(frame: bytes, offset: int, layout: str, value: int) -> bytes:
     n_pairs=st.integers(1, PAIRS_MAX),
     n_embd_in=st.integers(1, 2000),
     wire_type=st.sampled_from(WireType),
+    answer=st.sampled_from(Answer),
     data=st.data(),
 )
 def test_a_dispatch_comes_back_as_it_was_packed(
@@ -113,11 +122,12 @@ def test_a_dispatch_comes_back_as_it_was_packed(
     n_pairs: int,
     n_embd_in: int,
     wire_type: WireType,
+    answer: Answer,
     data: st.DataObject,
 ) -> None:
     if wire_type is WireType.Q8_0:
         n_embd_in *= dispatch.Q8_0_BLOCK
-    n_rows = data.draw(st.integers(1, min(n_pairs, (PAYLOAD_BYTES_MAX - 8 * n_pairs) // (4 * n_embd_in))))
+    n_rows = data.draw(st.integers(1, min(n_pairs, (PAYLOAD_BYTES_MAX - 12 * n_pairs) // (4 * n_embd_in))))
     buffer = bytearray(b"\xaa" * (HEADER_BYTES + 5))
     payload_bytes = pack_dispatch_into(
         buffer,
@@ -130,10 +140,11 @@ def test_a_dispatch_comes_back_as_it_was_packed(
         n_pairs=n_pairs,
         n_embd_in=n_embd_in,
         wire_type=wire_type,
+        answer=answer,
     )
-    assert payload_bytes == dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type)
+    assert payload_bytes == dispatch_payload_bytes(n_rows, n_pairs, n_embd_in, wire_type, answer)
     expected = DispatchHeader(
-        wire_type, request_id, payload_bytes, epoch, term, layer, program, n_rows, n_pairs
+        wire_type, answer, request_id, payload_bytes, epoch, term, layer, program, n_rows, n_pairs
     )
     assert parse_header(buffer) == expected
     assert isinstance(parse_header(buffer), DispatchHeader)
@@ -275,7 +286,9 @@ def test_headers_are_read_from_any_buffer(kind: type) -> None:
         (edited(dispatch_frame(), 5, "<B", len(WireType)), "malformed"),
         (edited(reply_frame(), 5, "<B", WireType.Q8_0), "malformed"),
         (edited(pack_plain(FrameKind.OPEN, 1, b""), 5, "<B", WireType.Q8_0), "malformed"),
-        (edited(dispatch_frame(), 6, "<H", 1), "malformed"),
+        (edited(dispatch_frame(), 6, "<H", len(Answer)), "malformed"),
+        (edited(dispatch_frame(), 6, "<H", 0x100), "malformed"),
+        (edited(pack_plain(FrameKind.OPEN, 1, b""), 6, "<H", Answer.SUMS), "malformed"),
         (edited(pack_plain(FrameKind.OPEN, 1, b""), 6, "<H", 12), "malformed"),
         (dispatch_frame(n_rows=0), "malformed"),
         (dispatch_frame(n_rows=0, n_pairs=0), "malformed"),
@@ -387,6 +400,11 @@ def test_q8_0_rows_take_34_bytes_for_32_values() -> None:
     assert dispatch_payload_bytes(3, 5, 64) == 8 * 5 + 3 * 64 * 4
 
 
+def test_sums_cost_a_weight_for_each_pair() -> None:
+    assert dispatch_payload_bytes(3, 5, 64, answer=Answer.SUMS) == 12 * 5 + 3 * 64 * 4
+    assert dispatch_payload_bytes(3, 5, 64, WireType.Q8_0, Answer.SUMS) == 12 * 5 + 3 * 2 * 34
+
+
 # ---- The digest, and golden vectors ----
 
 
@@ -406,6 +424,7 @@ def test_frames_have_the_bytes_they_always_had(pytestconfig: pytest.Config) -> N
         "open": pack_plain(FrameKind.OPEN, 1, Opening(0, 1, b"proof", bytes(range(32))).encode()).hex(),
         "program": pack_plain(FrameKind.PROGRAM, 2, b"program", program=3).hex(),
         "dispatch": dispatch_frame(epoch=9, layer=11).hex(),
+        "dispatch_for_sums": dispatch_frame(epoch=9, layer=11, answer=Answer.SUMS).hex(),
         "reply": reply_frame().hex(),
         "refusal": pack_refusal(4, ReplyCode.FOREIGN_EXPERT, "expert 7 is not held").hex(),
         "codes": {code.name: int(code) for code in ReplyCode},
@@ -421,7 +440,10 @@ def test_bytes_on_record_are_still_understood() -> None:
     assert Opening.decode(bytes.fromhex(recorded["open"])[HEADER_BYTES:]).proof == b"proof"
     assert parse_header(bytes.fromhex(recorded["program"])) == PlainHeader(FrameKind.PROGRAM, 2, 7, 3)
     assert parse_header(bytes.fromhex(recorded["dispatch"])) == DispatchHeader(
-        WireType.F32, 7, 56, 9, 1, 11, 2, 2, 3
+        WireType.F32, Answer.ROWS, 7, 56, 9, 1, 11, 2, 2, 3
+    )
+    assert parse_header(bytes.fromhex(recorded["dispatch_for_sums"])) == DispatchHeader(
+        WireType.F32, Answer.SUMS, 7, 68, 9, 1, 11, 2, 2, 3
     )
     reply = parse_header(bytes.fromhex(recorded["reply"]))
     assert reply == ReplyHeader(7, 48, ReplyCode.OK, 1, 2, 3)

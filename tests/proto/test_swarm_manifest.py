@@ -23,6 +23,7 @@ MANIFEST = SwarmManifest(
     thresholds=Thresholds(),
     admission="open",
     compact_activations=False,
+    partial_sums=False,
     founder_public_key=KEY.public_key().public_bytes_raw(),
     recovery_public_key=OTHER_KEY.public_key().public_bytes_raw(),
 )

@@ -74,6 +74,7 @@ def test_signed_things_have_the_bytes_they_always_had(pytestconfig: pytest.Confi
         thresholds=Thresholds(),
         admission="open",
         compact_activations=False,
+        partial_sums=False,
         founder_public_key=FOUNDER.public_key().public_bytes_raw(),
         recovery_public_key=bytes(range(32, 64)),
     )

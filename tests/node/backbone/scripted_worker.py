@@ -20,10 +20,10 @@ import numpy as np
 
 from kvasir_node.backbone.holder import AnswerRate, RemoteHolder
 from kvasir_proto import dispatch
-from kvasir_proto.dispatch import DispatchHeader, FrameKind, Header, PlainHeader, ReplyCode
+from kvasir_proto.dispatch import Answer, DispatchHeader, FrameKind, Header, PlainHeader, ReplyCode
 from kvasir_proto.ids import NodeId, node_id_of
 from tests.node.tls_ends import tls_pair
-from tests.node.toy_experts import Indices, Rows, compute_rows
+from tests.node.toy_experts import Indices, Rows, add_up, compute_rows
 
 PROMPT_NS = 30_000_000
 """A reply floor for holders that are meant to be late: long enough to send a frame, short enough to wait."""
@@ -149,16 +149,22 @@ class ScriptedWorker:
             self.arrived.set()
             self.release.wait()
             return False
+        are_summed = header.answer is Answer.SUMS
         if deed is Deed.EARLY:
-            self._send(self._reply(header.request_id, bytes(4 * header.n_pairs * self.width), header.n_pairs))
+            n_results = header.n_rows if are_summed else header.n_pairs
+            self._send(self._reply(header.request_id, bytes(4 * n_results * self.width), header.n_pairs))
         payload = self._read(header.payload_bytes)
         n_pairs, n_rows = header.n_pairs, header.n_rows
         rows = np.frombuffer(payload, np.int32, n_pairs)
         experts = np.frombuffer(payload, np.int32, n_pairs, 4 * n_pairs)
-        x = np.frombuffer(payload, np.float32, n_rows * self.width, 8 * n_pairs).reshape(n_rows, self.width)
+        begin = dispatch.tables_bytes(n_pairs, header.answer)
+        x = np.frombuffer(payload, np.float32, n_rows * self.width, begin).reshape(n_rows, self.width)
         self.dispatches.append(Dispatched(header, x, rows, experts))
         self.arrived.set()
-        return deed is Deed.EARLY or self._do(deed, header, compute_rows(header.layer, x, rows, experts))
+        results = compute_rows(header.layer, x, rows, experts)
+        if are_summed:
+            results = add_up(results, rows, np.frombuffer(payload, np.float32, n_pairs, 8 * n_pairs))
+        return deed is Deed.EARLY or self._do(deed, header, results)
 
     def _do(self, deed: Deed, header: DispatchHeader, rows: Rows) -> bool:
         """Do it; whether the conversation goes on."""

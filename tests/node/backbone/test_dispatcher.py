@@ -725,3 +725,156 @@ def test_closing_closes_every_holder_also_those_not_yet_in_use() -> None:
     assert kernel.is_closed
     assert (used.backbone_end.fileno(), waiting.backbone_end.fileno()) == (-1, -1)
     swarm.close()
+
+
+# ---- Weighted sums ----
+
+WEIGHTS = [[0.5, 2.0], [0.25, 1.0], [4.0, 0.125], [1.0, 0.5]]
+"""Powers of two: toy sums are exact whoever adds up what."""
+
+
+def sums_call(ids: list[list[int]] = IDS, layer: int = LAYERS[0], width: int = 4) -> ToyCall:
+    return ToyCall(ids, layer, width, [WEIGHTS[index % len(WEIGHTS)] for index in range(len(ids))])
+
+
+@pytest.mark.parametrize("deed", CODES, ids=lambda deed: deed.name.lower())
+def test_a_lost_holders_whole_part_is_asked_of_another(swarm: Swarm, deed: Deed) -> None:
+    bad = swarm.add(EVERYTHING, LOW, default=deed)
+    good = swarm.add(EVERYTHING, HIGH)
+    call = sums_call()
+    swarm.dispatcher(call)
+    assert call.is_right
+    assert [node for node, _, _ in swarm.lost] == [bad.node_id]
+    assert set(swarm.codes) <= CODES[deed]
+    assert [each.experts.tolist() for each in good.dispatches] == [[3, 4, 5, 3], [0, 1, 2, 0]]
+    assert all(each.header.answer is dispatch.Answer.SUMS for each in good.dispatches)
+    assert swarm.dispatcher.statistics().rows_retried == 4
+    swarm.run()  # and rows again, in the next layer
+
+
+@pytest.mark.parametrize("deed", CODES, ids=lambda deed: deed.name.lower())
+def test_a_call_for_sums_that_fails_has_written_nothing(swarm: Swarm, deed: Deed) -> None:
+    """What the good holder has sent is half a sum."""
+    swarm.add(LOW, LOW, default=deed)
+    good = swarm.add(HIGH, HIGH)
+    call = sums_call()
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(call)
+    assert good.arrived.wait(10.0)
+    assert np.isnan(call.out).all()
+    swarm.dispatcher.settle()
+    swarm.add(LOW, LOW)
+    again = sums_call()
+    swarm.dispatcher(again)
+    assert again.is_right
+
+
+def test_a_part_may_be_divided_between_those_who_are_left(swarm: Swarm) -> None:
+    swarm.add(EVERYTHING, EVERYTHING, default=Deed.CLOSE)
+    low, high = swarm.add(LOW), swarm.add(HIGH)
+    call = sums_call()
+    swarm.dispatcher(call)
+    assert call.is_right
+    assert [each.header.n_pairs for worker in (low, high) for each in worker.dispatches] == [4, 4]
+
+
+def test_parts_are_added_in_the_order_of_slots_not_of_arrival() -> None:
+    """F32 sums depend on their order, so that the same placement must always have the same one."""
+    ids = [[0, 2, 4], [4, 0, 2], [2, 4, 0]]
+    weights = [[1.0, 1e8, -1e8]] * 3
+    shards = [shard_of(0, 1), shard_of(2, 3), shard_of(4, 5)]
+    found = []
+    for last in range(3):
+        swarm = Swarm()
+        workers = [
+            swarm.add(shard, shard, default=Deed.HOLD if number == last else Deed.ANSWER)
+            for number, shard in enumerate(shards)
+        ]
+
+        def release(last: int = last, workers: list[ScriptedWorker] = workers, swarm: Swarm = swarm) -> None:
+            if swarm.dispatcher._filled == 6:  # the two others have answered
+                workers[last].release.set()
+
+        call = ToyCall(ids, weights=weights)
+        with swarm.dispatcher.watched_by(release):
+            swarm.dispatcher(call)
+        found.append(call.out.tobytes())
+        assert call.is_right  # each slot another holder: the order of slots is that of one process
+        assert not swarm.lost
+        swarm.close()
+    assert len(set(found)) == 1
+
+
+def test_the_backbones_own_experts_give_their_part(swarm: Swarm) -> None:
+    kernel = ToyKernel(LOW)
+    swarm.dispatcher.add_holder(LocalHolder(node_id_of(b"\x09" * 32), kernel), LOW, LOW)
+    swarm.add(HIGH, HIGH)
+    call = sums_call()
+    swarm.dispatcher(call)
+    assert call.is_right
+    assert len(kernel.asked) == 1
+
+
+def test_sums_come_back_in_fewer_bytes(swarm: Swarm) -> None:
+    swarm.add()
+    swarm.run()
+    rows = swarm.dispatcher.statistics()
+    swarm.dispatcher(sums_call())
+    sums = swarm.dispatcher.statistics()
+    program_reply = dispatch.HEADER_BYTES
+    assert rows.bytes_received - program_reply == 48 + 8 * 4 * 4 + 32
+    assert sums.bytes_received - rows.bytes_received == 48 + 4 * 4 * 4 + 32
+    assert sums.bytes_sent - rows.bytes_sent == rows.bytes_sent + 8 * 4
+
+
+@pytest.mark.parametrize("place", ["x", "weights"])
+def test_what_is_not_finite_in_the_trunk_costs_no_holder_of_sums(swarm: Swarm, place: str) -> None:
+    swarm.add(EVERYTHING, LOW)
+    swarm.add(EVERYTHING, HIGH)
+    call = sums_call()
+    array = call.x if place == "x" else call.weights
+    assert array is not None
+    array[2, 1] = np.inf
+    with pytest.raises(EngineFailed, match=r"activations|weights"):
+        swarm.dispatcher(call)
+    assert np.isnan(call.out).all()
+    assert not swarm.lost
+
+
+def test_a_sum_that_is_not_finite_on_two_nodes_is_nobodys_fault(swarm: Swarm) -> None:
+    for _ in range(3):
+        swarm.add(EVERYTHING, EVERYTHING, default=Deed.NAN)
+    with pytest.raises(EngineFailed, match=r"expert 3 of layer 1 .* on more than one node"):
+        swarm.dispatcher(sums_call())
+    assert swarm.codes == ["non_finite"]
+
+
+def test_any_mixture_of_failures_gives_right_sums_or_a_clean_failure() -> None:
+    draws = Random(12)
+    deeds = [deed for deed in Deed if deed not in (Deed.HOLD, Deed.EARLY)]
+    swarm = Swarm()
+    rights = failures = 0
+    try:
+        for _ in range(30):
+            held = {place.node_id for place in swarm.dispatcher._places if place is not None}
+            for number in range(3):
+                node_id = node_id_of(bytes([number]) * 32)
+                if node_id not in held or draws.random() < 0.2:
+                    script = {each: draws.choice(deeds) for each in range(4) if draws.random() < 0.6}
+                    primary = ShardSet.from_pairs((layer, 2 * number) for layer in LAYERS)
+                    swarm.add(EVERYTHING, primary, node_id=node_id, script=script)
+            ids = [draws.sample(range(N_EXPERT), 2) for _ in range(draws.randint(1, 5))]
+            call = sums_call(ids, draws.choice(LAYERS))
+            try:
+                swarm.dispatcher(call)
+            except NoHolderLeft:
+                failures += 1
+                assert np.isnan(call.out).all()
+                swarm.dispatcher.settle()
+            else:
+                rights += 1
+                assert call.is_right
+    finally:
+        swarm.close()
+    assert rights > 15
+    assert failures > 0

@@ -52,6 +52,8 @@ def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
         ("demo", "--kill-worker", "--workers", "2"),
         ("demo", "--prompt", ""),
         ("init", "--model", "x"),
+        ("init", "--compact-activations"),
+        ("init", "--partial-sums"),
         ("models", "add"),
         ("stop", "--timeout", "-1"),
     ],

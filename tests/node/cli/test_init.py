@@ -9,6 +9,7 @@ import pytest
 
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.swarm_files import SwarmFiles
+from kvasir_proto.swarm_manifest import open_swarm_manifest
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
 from tests.node.cli.invocation import call
 
@@ -42,6 +43,15 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
     assert again.status == 6
     assert "founded here already" in again.sentence
     assert call("init", home=home).status == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--compact-activations",), ("--partial-sums",)])
+def test_what_a_swarm_is_founded_with_is_in_its_manifest(tmp_path: Path, options: tuple[str, ...]) -> None:
+    model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    assert call("init", "--found", "--model", str(model), *options, home=tmp_path / "home").status == 0
+    swarm = open_swarm_manifest((tmp_path / "home" / "state" / "swarm-manifest").read_bytes())
+    assert swarm.manifest.compact_activations is ("--compact-activations" in options)
+    assert swarm.manifest.partial_sums is ("--partial-sums" in options)
 
 
 def test_a_home_that_joined_a_swarm_founds_none(tmp_path: Path) -> None:

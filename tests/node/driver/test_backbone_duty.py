@@ -174,6 +174,18 @@ async def test_the_report_is_complete_in_every_state(
         assert list(seen) == ["starting", "joining", "ready"]
 
 
+@pytest.mark.parametrize("rule", ["compact_activations", "partial_sums"])
+async def test_the_engine_is_told_what_the_swarm_was_founded_with(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, rule: str
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder = world.found(rules={rule: True})
+        await until(lambda: bool(founder.engines.all) and founder.engines.last.count(LoadTrunk) == 1)
+        (trunk,) = (each for each in founder.engines.last.received if isinstance(each, LoadTrunk))
+        told = {"compact_activations": trunk.compact_activations, "partial_sums": trunk.partial_sums}
+        assert [name for name, is_on in told.items() if is_on] == [rule]
+
+
 async def test_a_model_that_cannot_be_loaded_ends_the_node(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:

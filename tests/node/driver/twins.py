@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -560,11 +560,13 @@ class World:
         """A process id nobody had."""
         return next(self._pids)
 
-    def found(self, number: int = 0, **settings: Any) -> TwinFounder:
-        """A founder that lives; ``settings`` as in `BackboneSettings`."""
+    def found(
+        self, number: int = 0, *, rules: Mapping[str, bool] | None = None, **settings: Any
+    ) -> TwinFounder:
+        """A founder that lives; ``settings`` as in `BackboneSettings`, ``rules`` as in `SwarmFiles.found`."""
         key = node_key(number)
         files = SwarmFiles(self._directory / f"founder-{number}")
-        founding = files.found(key, self.model.manifest.digest(), self.model.name)
+        founding = files.found(key, self.model.manifest.digest(), self.model.name, **(rules or {}))
         founder = TwinFounder(self, founding, key, **settings)
         self._nodes.append(founder)
         founder.start()

@@ -208,12 +208,87 @@ def test_rows_in_q8_0_are_expanded_before_the_kernel_sees_them() -> None:
 def q8_0_frame(request: int, blocks: bytes, width: int) -> bytes:
     """A dispatch of two rows in Q8_0 to three experts."""
     frame = bytearray(dispatch.HEADER_BYTES)
-    sizes = {"n_rows": 2, "n_pairs": 3, "n_embd_in": width}
-    authority = {"epoch": 0, "term": 1, "layer": LAYER, "program": 0}
     dispatch.pack_dispatch_into(
-        frame, request_id=request, wire_type=dispatch.WireType.Q8_0, **sizes, **authority
+        frame,
+        request_id=request,
+        epoch=0,
+        term=1,
+        layer=LAYER,
+        program=0,
+        n_rows=2,
+        n_pairs=3,
+        n_embd_in=width,
+        wire_type=dispatch.WireType.Q8_0,
     )
     return bytes(frame) + struct.pack("<6i", 0, 0, 1, 0, 3, 5) + blocks
+
+
+def sums_frame(
+    request: int, rows: Sequence[int] = (0, 0, 1), *, n_rows: int = 2, blocks: bytes = b"", width: int = WIDTH
+) -> bytes:
+    """A dispatch that asks experts 0, 3 and 5 for sums with weights 0.5, 2 and 0.25; of Q8_0 rows if any."""
+    frame = bytearray(dispatch.HEADER_BYTES)
+    wire_type = dispatch.WireType.Q8_0 if blocks else dispatch.WireType.F32
+    dispatch.pack_dispatch_into(
+        frame,
+        request_id=request,
+        epoch=0,
+        term=1,
+        layer=LAYER,
+        program=0,
+        n_rows=n_rows,
+        n_pairs=3,
+        n_embd_in=width,
+        wire_type=wire_type,
+        answer=dispatch.Answer.SUMS,
+    )
+    tables = struct.pack("<6i3f", *rows, 0, 3, 5, 0.5, 2.0, 0.25)
+    x = np.arange(n_rows * width, dtype=np.float32).tobytes()
+    return bytes(frame) + tables + (blocks or x)
+
+
+def summed(rows: bytes, width: int = WIDTH) -> bytes:
+    """What `sums_frame` asks for, of the three rows."""
+    first, second, third = np.frombuffer(rows, np.float32).reshape(3, width)
+    return np.array(
+        [first * np.float32(0.5) + second * np.float32(2.0), third * np.float32(0.25)], np.float32
+    ).tobytes()
+
+
+def test_sums_come_back_one_for_each_row_that_was_sent() -> None:
+    served = Served([BEGINNING, sums_frame(98), GOOD])
+    (header, sums), (_, rows) = served.replies[2:]
+    assert rows == GOOD_ROWS  # the next dispatch asks for rows and gets them
+    assert sums == summed(GOOD_ROWS)
+    assert (header.code, header.n_pairs) == (ReplyCode.OK, 3)
+    assert header.payload_bytes == 2 * 4 * WIDTH + dispatch.DIGEST_BYTES
+    assert sums + dispatch.reply_digest(sums_frame(98), sums) in served.socket.sent
+    assert (served.counters.requests, served.counters.rows) == (2, 6)
+
+
+def test_sums_of_rows_in_q8_0() -> None:
+    width = 64
+    steps = np.array([0.5, 2.0, 0.25, 1.0], np.float16)
+    quants = np.arange(-64, 64, dtype=np.int8).reshape(4, 32)
+    blocks = b"".join(step.tobytes() + row.tobytes() for step, row in zip(steps, quants, strict=True))
+    frames = [BEGINNING, q8_0_frame(99, blocks, width), sums_frame(98, blocks=blocks, width=width)]
+    (_, rows), (_, sums) = Served(frames, kernel=ToyKernel(width=width)).replies[2:]
+    assert sums == summed(rows, width)
+
+
+@pytest.mark.parametrize("rows, n_rows", [((0, 1, 0), 2), ((0, 0, 0), 2), ((0, 0, 2), 3), ((1, 1, 1), 2)])
+def test_a_row_without_a_pair_or_out_of_order_has_no_sum(rows: tuple[int, ...], n_rows: int) -> None:
+    """It would be a silent zero, or overwritten."""
+    served = Served([BEGINNING, sums_frame(7, rows, n_rows=n_rows), GOOD])
+    assert served.codes[2:] == [ReplyCode.ROW_OUT_OF_RANGE, ReplyCode.OK]
+    assert served.replies[-1][1] == GOOD_ROWS
+
+
+def test_weights_that_are_missing_are_noticed_by_the_header() -> None:
+    damaged = bytearray(dispatch_frame(7))
+    damaged[6] = dispatch.Answer.SUMS
+    served = Served([BEGINNING, bytes(damaged), GOOD])
+    assert served.codes[2:] == [ReplyCode.SHAPE_INVALID, ReplyCode.OK]
 
 
 def test_rows_that_are_no_whole_q8_0_blocks_are_refused() -> None:

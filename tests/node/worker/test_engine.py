@@ -188,7 +188,7 @@ def ask(holder: RemoteHolder, experts: list[int], layer: int = 0, term: int = 1)
     for number, data in frames.items():
         n_asked = n_pairs if number == 8 else 0
         indices = IndexBuffer(np.arange(n_asked, dtype=np.int32))
-        holder.submit(Request(number, memoryview(data), indices, 0, n_asked, 32, 0, 1 << 62))
+        holder.submit(Request(number, memoryview(data), indices, 0, n_asked, n_asked, 32, 0, 1 << 62))
     holder.send_pending()
     code = ReplyCode.OK
     deadline = time.monotonic() + 20.0
