@@ -52,6 +52,9 @@ log = get_logger()
 _POLL_SLICE_MS: Final = 200
 """Longest single wait; between waits an abort is noticed."""
 
+COUNTED_NODES_MAX: Final = 1024
+"""Nodes whose rows are counted: over the months more may come and go than hold anything at once."""
+
 _NOBODY: Final = -1
 
 
@@ -66,7 +69,7 @@ class DispatchStatistics:
     bytes_received: int
     holders_lost: int
     rows_by_holder: dict[NodeId, int]
-    """Rows asked of each node, also of those that are gone; the sum of their expert computations."""
+    """Rows asked of each node; of those that are gone the latest `COUNTED_NODES_MAX` altogether are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +385,14 @@ class Dispatcher:
                 self._index_of_descriptor[descriptor] = len(self._places) - 1
         self._compact()
         self._tables.clear()
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        """Keep the counts of nodes that are gone within bounds, those counted first going first."""
+        present = {place.node_id for place in self._places if place is not None}
+        surplus = len(self._rows_by_holder) - COUNTED_NODES_MAX
+        for node_id in [each for each in self._rows_by_holder if each not in present][: max(0, surplus)]:
+            del self._rows_by_holder[node_id]
 
     def _compact(self) -> None:
         """Forget empty places; only between layer calls, when no table or request names an index."""

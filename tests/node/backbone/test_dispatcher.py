@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvasir_node.backbone import dispatcher as dispatcher_module
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder
 from kvasir_node.backbone.hook import DecodeAborted
@@ -578,6 +579,19 @@ def test_rows_whose_holder_is_lost_before_they_are_sent_go_to_somebody_else(swar
     swarm.run()
     assert {node for node, _, _ in swarm.lost} == {worker.node_id for worker in broken}
     assert swarm.dispatcher.statistics().rows_retried == 12
+
+
+def test_counts_of_nodes_long_gone_are_forgotten(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "COUNTED_NODES_MAX", 2)
+    workers = []
+    for _ in range(4):
+        workers.append(swarm.add(EVERYTHING, EVERYTHING))
+        swarm.run()
+        swarm.dispatcher.remove_holder(workers[-1].node_id, "left")
+    staying = swarm.add(EVERYTHING, EVERYTHING)
+    swarm.run()
+    counted = swarm.dispatcher.statistics().rows_by_holder
+    assert list(counted) == [each.node_id for each in (*workers[-2:], staying)]
 
 
 def test_without_any_holder_a_call_fails_as_no_holder_left(swarm: Swarm) -> None:
