@@ -279,10 +279,14 @@ class Node:
         files.check_undamaged(home.identity.private_key)
         if files.is_founder:
             founding = files.load_founding(home.identity.private_key)
+            model = self._find_model(founding.swarm.manifest.model_digest, needs_source=False)
             return BackboneDuty(
                 node_key=home.identity.private_key,
                 founding=founding,
-                model=self._find_model(founding.swarm.manifest.model_digest, needs_source=False),
+                model=model,
+                find_backbone_file=lambda: trio.to_thread.run_sync(
+                    model.verified_backbone_path, abandon_on_cancel=True
+                ),
                 host=host,
                 start_engine=_EngineStarter(home, founding.swarm.digest),
                 next_generation=files.next_generation,

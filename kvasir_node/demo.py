@@ -3,8 +3,7 @@
 Every node is a daemon of its own with its own home, started by the same command a user would type; they find
 each other over libp2p and serve the shipped model. The single process is the same llama.cpp on the same
 weights without a swarm. What is compared is what both computed: the token ids, and the logits of every
-position. Nothing here is kept: the homes are removed at the end, and the nodes end with this process however
-it ends.
+position. The nodes end with this process however it ends; what they leave in their directory is the caller's.
 """
 
 from __future__ import annotations
@@ -91,25 +90,22 @@ class DemoReporter:
 
 
 async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) -> dict[str, Any]:
-    """Run it in ``directory``, which is removed afterwards; the report that `demo --json` prints.
+    """Run it in ``directory``, which is its own; the report that `demo --json` prints.
 
     Raises `EngineFailed` when the swarm does not come up or loses the session, or SIGTERM comes.
     """
     result: dict[str, Any] = {}
-    try:
-        with trio.open_signal_receiver(signal.SIGTERM) as signals:
-            async with open_unwrapping_nursery() as nursery:
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async with open_unwrapping_nursery() as nursery:
 
-                async def demonstrate() -> None:
-                    async with _open_swarm(options.n_workers, directory, report.say) as nodes:
-                        result.update(await _demonstrate(options, nodes, directory, report))
-                    nursery.cancel_scope.cancel()
+            async def demonstrate() -> None:
+                async with _open_swarm(options.n_workers, directory, report.say) as nodes:
+                    result.update(await _demonstrate(options, nodes, directory, report))
+                nursery.cancel_scope.cancel()
 
-                nursery.start_soon(demonstrate)
-                async for _ in signals:
-                    nursery.cancel_scope.cancel()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+            nursery.start_soon(demonstrate)
+            async for _ in signals:
+                nursery.cancel_scope.cancel()
     if not result:
         raise EngineFailed("the demonstration was told to stop")
     return result

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, Engine, load_trunk, start_engine
-from kvasir_proto.errors import EngineFailed
+from kvasir_proto.errors import EngineFailed, ModelUnusable
 from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.messages.engine import (
     ConnectHolder,
@@ -159,7 +159,8 @@ async def start_local_swarm(
         revision=1,
         holders=holders,
     )
-    trunk = await _load_trunk(backbone, model, model.backbone_path, settings, hooked=True)
+    path = await trio.to_thread.run_sync(model.verified_backbone_path)
+    trunk = await _load_trunk(backbone, model, path, settings, hooked=True)
     await _grant_lease(backbone)
     workers = []
     for worker_key, worker_id in zip(worker_keys, worker_ids, strict=True):
@@ -240,7 +241,10 @@ async def _load_trunk(
         device=settings.device,
         rpc=rpc,
     )
-    return await load_trunk(engine, request)
+    try:
+        return await load_trunk(engine, request)
+    except ModelUnusable as error:
+        raise ModelUnusable(f"{model.source_path} cannot be used: {error}") from error
 
 
 async def _grant_lease(engine: Engine) -> None:

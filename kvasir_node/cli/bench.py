@@ -25,11 +25,12 @@ from kvasir_node.bench.rounds import (
 from kvasir_node.bench.rpc_server import find_library, require_ggml_version
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, run_side_by_side
 from kvasir_node.bench.test_model import BENCH_SHAPE
-from kvasir_node.cli.measure import random_model, stored_model, working_directory
+from kvasir_node.cli.measure import random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import StoredModel
+from kvasir_node.working_directory import working_directory
 from kvasir_proto.errors import EngineFailed, OutOfTolerance, UsageError
 
 SCHEMA_VERSION: Final = 1
@@ -87,9 +88,9 @@ def bench(
     )
     _require_memory(stored, n_copies=3 if rpc is None else 4)
     machine = describe_machine()
-    with progress_on_stderr("writing the single process's model") as progress:
+    with progress_on_stderr("preparing the single process's model") as progress:
         stored.reference_path(progress)
-    with working_directory(session.locations) as directory:
+    with working_directory(session.locations.cache, "measure") as directory:
         run = trio.run(run_side_by_side, stored, settings, directory, note, rpc)
     document = _document(stored, settings, run, machine)
     if as_json:

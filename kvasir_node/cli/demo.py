@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import click
@@ -59,6 +57,7 @@ def demo(
     session: CommandSession = ctx.obj
     session.configure()
     from kvasir_node.demo import DemoOptions, DemoReporter, run_demo
+    from kvasir_node.working_directory import working_directory
 
     options = DemoOptions(workers, tokens, prompt, Sampling(seed=seed, temperature=temperature), kill_worker)
     report = DemoReporter(
@@ -67,8 +66,8 @@ def demo(
         text=_ignore_text if as_json else _write,
     )
     session.locations.prepare()
-    directory = Path(tempfile.mkdtemp(prefix="demo-", dir=session.locations.cache))
-    result = trio.run(run_demo, options, directory, report)
+    with working_directory(session.locations.cache, "demo") as directory:
+        result = trio.run(run_demo, options, directory, report)
     if as_json:
         print_json(result)
     else:

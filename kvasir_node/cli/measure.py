@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +28,7 @@ from kvasir_node.measure.logits import (
 )
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import SPARE_BYTES, ModelStore, StoredModel
+from kvasir_node.working_directory import working_directory
 from kvasir_proto.errors import ModelUnusable, OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
 
@@ -148,7 +146,9 @@ def logits(
         device=device,
         reference_device=device if reference_device is None else reference_device,
     )
-    with working_directory(session.locations) as directory:
+    with progress_on_stderr("preparing the single process's model") as progress:
+        stored.reference_path(progress)
+    with working_directory(session.locations.cache, "measure") as directory:
         measured = trio.run(measure_logits, stored, settings, directory, note)
     if as_json:
         print_json(_document(stored, settings, measured))
@@ -192,11 +192,11 @@ def layer(
         if model is None
         else stored_model(session.locations, model)
     )
-    with progress_on_stderr("writing the single process's model") as progress:
+    with progress_on_stderr("preparing the single process's model") as progress:
         stored.reference_path(progress)
     note("measuring the memory")
     bandwidth = read_bandwidth()
-    with working_directory(session.locations) as directory:
+    with working_directory(session.locations.cache, "measure") as directory:
         measured = trio.run(measure_layer, stored, settings, directory, note)
     document = _layer_document(stored, settings, measured, bandwidth)
     if as_json:
@@ -227,24 +227,19 @@ def random_model(locations: Locations, shape: TestModelShape, name: str) -> Stor
 
 
 def stored_model(locations: Locations, model: str) -> StoredModel:
-    """The model to measure: a file, taken into a store in the cache, or one that this home has.
+    """The model to measure, verified: a file, taken into a store in the cache, or one that this home has.
 
     Raises `ModelUnusable`.
     """
     locations.prepare()
     path = Path(model)
     if path.suffix != ".gguf" and not path.exists():
-        return ModelStore(locations.models).get(model)
+        stored = ModelStore(locations.models).get(model)
+        with progress_on_stderr("checking the model") as progress:
+            stored.verified_backbone_path(progress)
+        return stored
     with progress_on_stderr("reading the model") as progress:
         return ModelStore(locations.cache / "models").add(path, progress)
-
-
-@contextlib.contextmanager
-def working_directory(locations: Locations) -> Iterator[Path]:
-    """A directory in the cache that only this user can enter, removed at the end with all that is in it."""
-    locations.prepare()
-    with tempfile.TemporaryDirectory(dir=locations.cache, prefix="measure-") as name:
-        yield Path(name)
 
 
 def _tokens_of(path: Path) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import trio
@@ -124,6 +125,7 @@ class BackboneDuty:
         node_key: Ed25519PrivateKey,
         founding: Founding,
         model: StoredModel,
+        find_backbone_file: Callable[[], Awaitable[Path]],
         host: Host,
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
@@ -133,13 +135,16 @@ class BackboneDuty:
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``saved_plan`` is what ``save_plan`` was last given in this home.
+        """``find_backbone_file`` gives the model's backbone file, verified; it is asked before each engine.
+
+        ``saved_plan`` is what ``save_plan`` was last given in this home.
 
         It is gone on with: its workers still hold their shards, and no revision is used twice.
         """
         self._node_key = node_key
         self._founding = founding
         self._model = model
+        self._find_backbone_file = find_backbone_file
         self._host = host
         self._start_engine = start_engine
         self._next_generation = next_generation
@@ -392,13 +397,14 @@ class BackboneDuty:
 
     async def _run_engine(self) -> NoReturn:
         """One engine's life; raises when it is over."""
+        backbone_path = await self._find_backbone_file()
         async with open_unwrapping_nursery() as nursery:
             engine = await self._start_engine(nursery, "backbone", self._next_generation())
             try:
                 n_ctx = self._model.context_length(self._settings.n_ctx)
                 request = LoadTrunk(
                     request=engine.next_request(),
-                    backbone_path=str(self._model.backbone_path),
+                    backbone_path=str(backbone_path),
                     manifest_path=str(self._model.manifest_path),
                     n_ctx=n_ctx,
                     n_ubatch=min(self._settings.n_ubatch, n_ctx),

@@ -55,7 +55,7 @@ def write_model_file(
         raise ModelUnusable(f"{source} is not the model of the manifest any more: its header or size differs")
     header, placed, size_bytes = lay_out(
         tuple(gguf.metadata.values()),
-        [(each.name, each.type if keep(each) else hole_type(each), each.shape) for each in manifest.tensors],
+        _tensors_written(manifest, keep),
         gguf.alignment,
     )
     with ModelBytes(source, manifest.file_size_bytes) as model, new_file(destination) as output:
@@ -78,28 +78,48 @@ def hole_type(tensor: ManifestTensor) -> TensorType:
 
 def backbone_tensors(manifest: ModelManifest) -> list[tuple[str, TensorType, tuple[int, ...]]]:
     """(name, type, shape) of each tensor of a backbone file, in order."""
+    return _tensors_written(manifest, lambda tensor: not tensor.is_expert)
+
+
+def _tensors_written(
+    manifest: ModelManifest, keep: Callable[[ManifestTensor], bool]
+) -> list[tuple[str, TensorType, tuple[int, ...]]]:
+    """(name, type, shape) of each tensor of a written file, in order."""
     return [
-        (each.name, hole_type(each) if each.is_expert else each.type, each.shape) for each in manifest.tensors
+        (each.name, each.type if keep(each) else hole_type(each), each.shape) for each in manifest.tensors
     ]
 
 
-def verify_backbone_file(path: Path, manifest: ModelManifest) -> None:
+def verify_backbone_file(
+    path: Path, manifest: ModelManifest, on_bytes: Callable[[int], None] | None = None
+) -> None:
     """Check that `path` is the whole backbone file of the manifest, reading every byte of the trunk.
 
-    Raises `ModelUnusable` otherwise.
+    `on_bytes` is told the size of each piece read. Raises `ModelUnusable` otherwise.
     """
+    verify_model_file(path, manifest, lambda tensor: not tensor.is_expert, on_bytes)
+
+
+def verify_model_file(
+    path: Path,
+    manifest: ModelManifest,
+    keep: Callable[[ManifestTensor], bool],
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Check that `path` is what `write_model_file` writes, reading every byte of the tensors it keeps."""
     gguf = read_gguf(path)
     if metadata_sha256(gguf.metadata) != manifest.metadata_sha256:
         raise ModelUnusable(f"{path} is damaged: its metadata are not the manifest's")
-    expected = backbone_tensors(manifest)
+    expected = _tensors_written(manifest, keep)
     _, placed, size_bytes = lay_out(tuple(gguf.metadata.values()), expected, gguf.alignment)
     if gguf.tensors != placed or gguf.size_bytes != size_bytes:
         raise ModelUnusable(f"{path} is damaged: it is not laid out as the manifest says")
     with ModelBytes(path, size_bytes) as written:
         for tensor, place in zip(manifest.tensors, placed, strict=True):
-            if not tensor.is_expert:
-                for _ in verified_pieces(written, replace(tensor, offset=place.offset)):
-                    pass
+            if keep(tensor):
+                for piece in verified_pieces(written, replace(tensor, offset=place.offset)):
+                    if on_bytes is not None:
+                        on_bytes(len(piece))
 
 
 def expert_bytes_of(path: Path) -> int:

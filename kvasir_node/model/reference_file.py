@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvasir_node.model.backbone_file import write_model_file
+from kvasir_node.model.backbone_file import verify_model_file, write_model_file
 from kvasir_proto.manifest import ModelManifest
 
 
@@ -23,3 +23,13 @@ def write_reference_file(
     manifest's model any more, or the file cannot be written.
     """
     write_model_file(source, manifest, destination, lambda tensor: True, on_bytes)
+
+
+def verify_reference_file(
+    path: Path, manifest: ModelManifest, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Check that `path` is the whole model of the manifest, reading every byte, experts' too.
+
+    `on_bytes` is told the size of each piece read. Raises `ModelUnusable` otherwise.
+    """
+    verify_model_file(path, manifest, lambda tensor: True, on_bytes)

@@ -13,7 +13,7 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,13 @@ from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
-from kvasir_node.model.reference_file import write_reference_file
+from kvasir_node.model.reference_file import verify_reference_file, write_reference_file
+from kvasir_node.model.verified_files import VerifiedFiles, identity_of
+from kvasir_node.telemetry import get_logger
 from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
 from kvasir_proto.manifest import MANIFEST_SIZE_BYTES_MAX, ModelManifest, is_expert_name
+
+log = get_logger()
 
 SPARE_BYTES: Final = 64 << 20
 """Room that stays free on the disk beside what a model takes."""
@@ -40,6 +44,9 @@ _BACKBONE: Final = "backbone.gguf"
 _REFERENCE: Final = "reference.gguf"
 _ENTRY_SIZE_BYTES_MAX: Final = 65536
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+_VERIFIED: Final = VerifiedFiles()
+"""What this process has read and found right: an engine that is started again waits for no digests."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +64,70 @@ class StoredModel:
         """Positions of a context for this model: as many as wanted, at most what it was trained for."""
         return min(wanted, self.manifest.n_ctx_train or wanted)
 
-    def reference_path(self, progress: Progress | None = None) -> Path:
-        """The whole model as Kvasir wrote it, made now if it is not there yet.
+    def verified_backbone_path(self, progress: Progress | None = None) -> Path:
+        """The backbone file, every byte of its trunk compared with the manifest's digests.
 
-        `progress` is told (bytes done, bytes in all). Raises `ModelUnusable` when the source has gone or
-        changed, or the disk has no room.
+        To be asked for before llama.cpp opens the file, in a thread: reading takes as long as SHA-256 does,
+        about 1.5 GB/s, once in a process as long as the file is not touched. A damaged file is made again
+        from the source. `progress` is told (bytes done, bytes in all), from the start again where it is made
+        again. Raises `ModelUnusable`, naming the file and the tensor, when it is damaged and the source has
+        gone, is damaged too, or the disk has no room.
+        """
+        needed = self.manifest.data_offset + self.manifest.trunk_size_bytes()
+        total = self.manifest.trunk_size_bytes()
+
+        def write() -> None:
+            _require_space(self.backbone_path.parent, needed, "the backbone file")
+            write_backbone_file(
+                self.source_path, self.manifest, self.backbone_path, _counted(progress, total)
+            )
+
+        return self._verified(
+            self.backbone_path,
+            lambda: verify_backbone_file(self.backbone_path, self.manifest, _counted(progress, total)),
+            write,
+        )
+
+    def reference_path(self, progress: Progress | None = None) -> Path:
+        """The whole model as Kvasir wrote it, made now if it is not there yet or damaged.
+
+        Every byte of it is compared with the manifest's digests, the experts' too, at the cost that
+        `verified_backbone_path` names. `progress` is told (bytes done, bytes in all). Raises `ModelUnusable`
+        when the source has gone or changed, or the disk has no room.
         """
         path = self.manifest_path.with_name(_REFERENCE)
-        try:
-            gguf = read_gguf(path)
-            whole = [(each.name, each.type, each.shape) for each in self.manifest.tensors]
-            if [(each.name, each.type, each.shape) for each in gguf.tensors] == whole:
-                return path
-        except ModelUnusable:
-            pass  # not there yet, or not whole: it is written now
         total = sum(each.size_bytes for each in self.manifest.tensors)
-        _require_space(path.parent, self.manifest.file_size_bytes, "the reference file")
-        write_reference_file(self.source_path, self.manifest, path, _counted(progress, total))
+
+        def write() -> None:
+            _require_space(path.parent, self.manifest.file_size_bytes, "the reference file")
+            write_reference_file(self.source_path, self.manifest, path, _counted(progress, total))
+
+        return self._verified(
+            path, lambda: verify_reference_file(path, self.manifest, _counted(progress, total)), write
+        )
+
+    def _verified(self, path: Path, verify: Callable[[], None], write: Callable[[], None]) -> Path:
+        """`path`, after `verify` found it right now or before, or `write` made it, which checks as it does.
+
+        Several processes may find the same damage: one mends it, the others find it mended.
+        """
+        try:
+            _VERIFIED.check(path, self.digest, verify)
+        except ModelUnusable:
+            with _locked(self.manifest_path.parent.parent):
+                try:
+                    _VERIFIED.check(path, self.digest, verify)
+                except ModelUnusable as damage:
+                    is_there = path.exists()
+                    if is_there:
+                        log.warning("model_file_damaged", reason=str(damage))
+                    try:
+                        write()
+                    except ModelUnusable as error:
+                        if not is_there:
+                            raise
+                        raise ModelUnusable(f"{damage}, and it cannot be made again: {error}") from error
+                    _VERIFIED.remember(path, self.digest)
         return path
 
 
@@ -101,16 +155,16 @@ class ModelStore:
         """
         path = path.absolute()
         gguf = read_gguf(path)
-        identity = _identity_of(gguf.paths)
+        identity = identity_of(gguf.paths)
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ModelUnusable(f"{self._directory} cannot be made: {error.strerror or error}") from error
-        with self._locked():
+        with _locked(self._directory):
             known = self._unchanged(path, identity)
             if known is not None and known.manifest.header_sha256 == gguf.header_sha256:
                 try:
-                    verify_backbone_file(known.backbone_path, known.manifest)
+                    _check_backbone(known.backbone_path, known.manifest)
                 except ModelUnusable:
                     pass  # it is made again
                 else:
@@ -152,16 +206,6 @@ class ModelStore:
             return ()
         return tuple(sorted(each for each in names if _DIGEST.fullmatch(each)))
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Nobody else adds meanwhile; waits for whoever does."""
-        try:
-            with open(self._directory / ".lock", "a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                yield
-        except OSError as error:
-            raise ModelUnusable(f"{self._directory} cannot be used: {error.strerror or error}") from error
-
     def _unchanged(self, path: Path, identity: tuple[int, ...]) -> StoredModel | None:
         """The stored model that was made from this very file, if there is one."""
         for digest in self._digests():
@@ -186,12 +230,13 @@ class ModelStore:
             partial.unlink()
         backbone = directory / _BACKBONE
         try:
-            verify_backbone_file(backbone, manifest)
+            _check_backbone(backbone, manifest)
         except ModelUnusable:
             backbone.unlink(missing_ok=True)
             needed = manifest.data_offset + manifest.trunk_size_bytes()
             _require_space(directory, needed, "the backbone file")
             write_backbone_file(path, manifest, backbone, on_bytes)
+            _VERIFIED.remember(backbone, directory.name)
         _ask(judge, path, backbone)
         with new_file(directory / _MANIFEST) as file:
             file.write(manifest.encode())
@@ -243,6 +288,17 @@ class ModelStore:
             raise ModelUnusable(f"{path} is damaged: it is not an entry") from error
 
 
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Nobody else adds to the store at `directory`, or mends a file of it, meanwhile; waits for who does."""
+    try:
+        with open(directory / ".lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+
+
 def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[int], None]:
     """A function that is told the size of each piece, and tells `progress` (bytes done, `total`)."""
 
@@ -255,6 +311,11 @@ def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[
     return add
 
 
+def _check_backbone(path: Path, manifest: ModelManifest) -> None:
+    """Raise `ModelUnusable` unless the backbone file is right, reading it unless that is known."""
+    _VERIFIED.check(path, manifest.digest().hex(), lambda: verify_backbone_file(path, manifest))
+
+
 def _ask(judge: Callable[[Path], None] | None, source: Path, backbone: Path) -> None:
     """Show the backbone file to `judge`; its refusal names the file that the user knows."""
     if judge is not None:
@@ -262,19 +323,6 @@ def _ask(judge: Callable[[Path], None] | None, source: Path, backbone: Path) -> 
             judge(backbone)
         except ModelUnusable as error:
             raise ModelUnusable(f"{source} cannot be used: {error}") from error
-
-
-def _identity_of(paths: Sequence[Path]) -> tuple[int, ...]:
-    """What changes when somebody writes to the file or one of its parts, or puts another in its place."""
-    identity: tuple[int, ...] = ()
-    for each in paths:
-        try:
-            status = each.stat()
-        except OSError as error:
-            raise ModelUnusable(f"{each} cannot be read: {error.strerror or error}") from error
-        times = (status.st_mtime_ns, status.st_ctime_ns)
-        identity += (status.st_dev, status.st_ino, status.st_size, *times)
-    return identity
 
 
 def _require_space(directory: Path, needed_bytes: int, what: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvasir_node.cli import main
+from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_proto.errors import ModelUnusable, UsageError
 from tests.model_makers import ModelShape, make_deepseek2, make_dense, make_qwen3moe, quantise
 
@@ -103,6 +104,42 @@ def test_a_damaged_file_is_refused_with_a_sentence(
     assert document == {}
     assert progress.startswith("kvasir-node: ")
     assert "model.gguf" in progress
+
+
+def test_a_false_hyper_parameter_is_refused_by_the_name_of_the_file_and_for_llama_cpps_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    data = bytearray(model.read_bytes())
+    key = b"qwen3moe.attention.head_count"
+    value = data.index(key + struct.pack("<I", 4)) + len(key) + 4
+    data[value : value + 4] = struct.pack("<I", SMALL.n_head * 2)
+    model.write_bytes(data)
+    status, document, progress = measure(capsys, tmp_path / "home", model, "--token-ids", "1,2,3")
+    assert status == ModelUnusable.exit_code
+    assert document == {}
+    sentence = progress.splitlines()[-1]
+    assert sentence.startswith(f"kvasir-node: {model} cannot be used: llama.cpp could not load")
+    assert "has wrong shape" in sentence
+
+
+def test_damaged_files_of_the_store_are_mended_before_they_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_qwen3moe(tmp_path / "model.gguf", SMALL)
+    home = tmp_path / "home"
+    arguments = ("--token-ids", "1,2,3", "--require-exact")
+    status, _, progress = measure(capsys, home, model, *arguments)
+    assert status == 0, progress
+    for name, tensor in (("reference.gguf", "blk.1.ffn_up_exps.weight"), ("backbone.gguf", "output.weight")):
+        (path,) = (home / "cache" / "models").glob(f"*/{name}")
+        (found,) = (each for each in read_gguf(path).tensors if each.name == tensor)
+        with path.open("r+b") as file:
+            file.seek(found.offset)
+            file.write(bytes(found.size_bytes))
+    status, document, progress = measure(capsys, home, model, *arguments)
+    assert status == 0, progress
+    assert document["max_abs_delta"] == 0.0
 
 
 def test_a_model_without_experts_or_without_a_file_is_refused(

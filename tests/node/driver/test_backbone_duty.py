@@ -199,6 +199,28 @@ async def test_a_model_that_cannot_be_loaded_ends_the_node(
         assert not founder.engines.last.is_alive
 
 
+async def test_the_backbone_file_is_asked_for_before_each_engine(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    damage = ModelUnusable("backbone.gguf is damaged")
+    async with open_world(model, tmp_path) as world:
+        founder, _ = await ready_swarm(world, 1)
+        founder.backbone_file_error = damage
+        n_engine = len(founder.engines.all)
+        founder.engines.last.die()
+        await until(lambda: str(damage) in founder.duty.report()["last_error"])
+        assert len(founder.engines.all) == n_engine, "no engine is started on a damaged file"
+        founder.backbone_file_error = None
+        await until(lambda: founder.state == "ready")
+        assert len(founder.engines.all) == n_engine + 1
+
+    async with trio.open_nursery() as nursery:
+        founder = World(nursery, model, tmp_path / "second").found()
+        founder.backbone_file_error = damage
+        await until(lambda: founder.has_ended)
+        assert founder.failure is damage
+
+
 async def test_an_engine_of_another_build_ends_the_node(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:

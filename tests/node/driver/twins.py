@@ -427,6 +427,7 @@ class TwinFounder(TwinNode):
     def __init__(self, world: World, founding: Founding, key: Ed25519PrivateKey, **settings: Any) -> None:
         super().__init__(world, key)
         self.founding = founding
+        self.backbone_file_error: ModelUnusable | None = None
         self.settings = BackboneSettings(
             **{
                 "workers_min": 1,
@@ -451,11 +452,17 @@ class TwinFounder(TwinNode):
             return None
         return SavedPlan(open_plan(signed, self.founding.swarm.digest, self.node_id), signed)
 
+    async def _find_backbone_file(self) -> Path:
+        if self.backbone_file_error is not None:
+            raise self.backbone_file_error
+        return self.world.model.backbone_path
+
     def _make_duty(self) -> BackboneDuty:
         return BackboneDuty(
             node_key=self.key,
             founding=self.founding,
             model=self.world.model,
+            find_backbone_file=self._find_backbone_file,
             host=self.host,
             start_engine=self.engines,
             next_generation=self.disk.next_generation,

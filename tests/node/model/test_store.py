@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -124,9 +125,9 @@ def cut(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a trunk tensor."""
-    offset = next(each for each in read_gguf(path).tensors if each.name == "output.weight").offset
+def flip(path: Path, tensor: str = "output.weight") -> None:
+    """Change one bit of a tensor."""
+    offset = next(each for each in read_gguf(path).tensors if each.name == tensor).offset
     with path.open("r+b") as file:
         file.seek(offset)
         first = file.read(1)
@@ -233,4 +234,62 @@ def test_the_reference_file_is_made_once_and_again_when_it_is_cut(added: StoredM
 def test_a_reference_file_needs_the_source(added: StoredModel) -> None:
     added.source_path.unlink()
     with pytest.raises(ModelUnusable, match="No such file"):
+        added.reference_path()
+
+
+def test_a_damaged_backbone_file_is_mended_before_it_is_served(store: ModelStore, added: StoredModel) -> None:
+    whole = added.backbone_path.read_bytes()
+    flip(added.backbone_path)
+    assert store.get("tiny") == added, "no header tells"
+    seen: list[tuple[int, int]] = []
+    path = added.verified_backbone_path(lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == whole
+    assert seen[-1] == (added.manifest.trunk_size_bytes(), added.manifest.trunk_size_bytes())
+
+
+@pytest.mark.parametrize("case", ["the source has gone", "the source is damaged too", "another model there"])
+def test_a_backbone_file_that_cannot_be_mended_is_named_with_its_tensor(
+    added: StoredModel, case: str
+) -> None:
+    flip(added.backbone_path)
+    match case:
+        case "the source has gone":
+            added.source_path.unlink()
+        case "the source is damaged too":
+            flip(added.source_path)
+        case _:
+            make_qwen3moe(added.source_path, replace(SHAPE, n_layer=1))
+    with pytest.raises(ModelUnusable, match=r"output\.weight has not the manifest's digest") as caught:
+        added.verified_backbone_path()
+    assert caught.value.exit_code == 7
+    assert str(added.backbone_path) in str(caught.value)
+    assert f"and it cannot be made again: {added.source_path}" in str(caught.value)
+
+
+def test_a_file_that_was_verified_is_read_again_only_when_it_was_touched(
+    added: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def count(path: Path, *arguments: object) -> None:
+        read.append(path)
+
+    monkeypatch.setattr(store_module, "verify_backbone_file", count)
+    added.verified_backbone_path()
+    assert read == [], "it was checked as it was written"
+    os.utime(added.backbone_path)
+    added.verified_backbone_path()
+    added.verified_backbone_path()
+    assert read == [added.backbone_path]
+
+
+@pytest.mark.parametrize("tensor", ["output.weight", "blk.1.ffn_down_exps.weight"])
+def test_a_damaged_reference_file_is_written_again(added: StoredModel, tensor: str) -> None:
+    path = added.reference_path()
+    whole = path.read_bytes()
+    flip(path, tensor)
+    assert added.reference_path().read_bytes() == whole
+    flip(path, tensor)
+    added.source_path.unlink()
+    with pytest.raises(ModelUnusable, match=f"{tensor} has not the manifest's digest, and it cannot be made"):
         added.reference_path()
