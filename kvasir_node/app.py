@@ -351,6 +351,9 @@ class Node:
             stored = resolve_model(home, candidate)
             if stored.manifest.digest() == digest:
                 return stored
+        mended = home.models.mended(digest.hex())
+        if mended is not None and (mended.source_path.exists() or not needs_source):
+            return mended
         raise ModelUnusable(
             f"the swarm's model {digest.hex()[:12]} is not here: add its file with "
             "'kvasir-node models add FILE'"

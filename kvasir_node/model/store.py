@@ -198,6 +198,19 @@ class ModelStore:
             raise ModelUnusable(f"there is no model {name!r} here; add one with 'kvasir-node models add'")
         return named[0]
 
+    def mended(self, digest: str) -> StoredModel | None:
+        """The model of this digest, its backbone file made again if even its header is damaged.
+
+        None when there is none, or its entry or manifest is damaged. Raises `ModelUnusable` as
+        `StoredModel.verified_backbone_path` does.
+        """
+        try:
+            model = self._described(digest)
+        except ModelUnusable:
+            return None
+        model.verified_backbone_path()
+        return model
+
     def _digests(self) -> tuple[str, ...]:
         """The digests that have a directory here, whatever is in it."""
         try:
@@ -252,6 +265,15 @@ class ModelStore:
 
     def _load(self, digest: str) -> StoredModel:
         """The model of one directory, after checks that read no weights."""
+        model = self._described(digest)
+        backbone = read_gguf(model.backbone_path)
+        expected = backbone_tensors(model.manifest)
+        if [(each.name, each.type, each.shape) for each in backbone.tensors] != expected:
+            raise ModelUnusable(f"{backbone.path} is damaged: it does not have the manifest's tensors")
+        return model
+
+    def _described(self, digest: str) -> StoredModel:
+        """The model of one directory by its entry and manifest, whatever is in its backbone file."""
         directory = self._directory / digest
         entry = self._entry(digest)
         try:
@@ -261,9 +283,6 @@ class ModelStore:
             raise ModelUnusable(f"{directory / _MANIFEST} is damaged: {error.reason}") from error
         if manifest.digest().hex() != digest:
             raise ModelUnusable(f"{directory / _MANIFEST} is damaged: its digest is not its name")
-        backbone = read_gguf(directory / _BACKBONE)
-        if [(each.name, each.type, each.shape) for each in backbone.tensors] != backbone_tensors(manifest):
-            raise ModelUnusable(f"{backbone.path} is damaged: it does not have the manifest's tensors")
         return StoredModel(
             name=str(entry["name"]),
             digest=digest,

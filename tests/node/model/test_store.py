@@ -266,6 +266,22 @@ def test_a_backbone_file_that_cannot_be_mended_is_named_with_its_tensor(
     assert f"and it cannot be made again: {added.source_path}" in str(caught.value)
 
 
+@pytest.mark.parametrize("case", [each for each in DAMAGES if DAMAGES[each][0] == "backbone.gguf"])
+def test_a_backbone_file_without_its_header_is_mended_by_the_models_digest(
+    store: ModelStore, added: StoredModel, case: str
+) -> None:
+    whole = added.backbone_path.read_bytes()
+    DAMAGES[case][1](added.backbone_path)
+    assert store.mended(added.digest) == added
+    assert added.backbone_path.read_bytes() == whole
+    assert store.list() == (added,)
+    DAMAGES[case][1](added.backbone_path)
+    added.source_path.unlink()
+    with pytest.raises(ModelUnusable):
+        store.mended(added.digest)
+    assert store.mended("0" * 64) is None
+
+
 def test_a_file_that_was_verified_is_read_again_only_when_it_was_touched(
     added: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
