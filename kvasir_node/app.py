@@ -219,7 +219,7 @@ class Node:
     # -- life --------------------------------------------------------------------------------------
 
     async def run(self, on_listening: Callable[[tuple[str, ...]], None], stop_on_eof: bool = False) -> None:
-        """Live until `stop`, SIGTERM or SIGINT; with ``stop_on_eof`` also until standard input ends.
+        """Live until `stop`, SIGTERM, SIGINT or SIGHUP; with ``stop_on_eof`` also until standard input ends.
 
         ``on_listening`` is called once, with our multiaddresses, when the control socket answers and the
         network is open. Raises the first error that makes going on pointless.
@@ -253,9 +253,11 @@ class Node:
         self.stop()
 
     async def _watch_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
                 log.info("signal_received", signal=signal.Signals(number).name)
+                if number == signal.SIGHUP and self._stopping.is_set():
+                    continue  # a terminal that closes, or a service manager, sends it beside another
                 if self._stopping.is_set():
                     os._exit(1)  # asked twice: at once
                 self.stop()

@@ -1,21 +1,35 @@
 """Files that are either whole or not there, also after a power cut.
 
 Written under a temporary name in the same directory, flushed, put in place in one step, and the directory
-flushed too: a fence that could be forgotten or a half-written model would be worse than none. What an
-unwritable disk means for the user is for the callers to say: everything here raises `OSError`.
+flushed too: a fence that could be forgotten or a half-written model would be worse than none. Writing raises
+`OSError`; `unwritable` is what it means for a file of the home.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from kvasir_proto.errors import ConfigurationInvalid, DiskFull, KvasirError
+
 PARTIAL_PREFIX: Final = ".partial-"
 """How the names of files that are being written begin."""
+
+
+def unwritable(failure: str, error: OSError) -> KvasirError:
+    """The error for a file of the home that cannot be written: `DiskFull`, or `ConfigurationInvalid`.
+
+    ``failure`` says which file, and is followed by what the system says.
+    A full disk is nobody's configuration and may pass; a home that is not ours to write will not.
+    """
+    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    kind = DiskFull if no_room else ConfigurationInvalid
+    return kind(f"{failure}: {error.strerror or error}")
 
 
 @contextlib.contextmanager

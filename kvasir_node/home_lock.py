@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from kvasir_node.durable_file import unwritable
 from kvasir_proto.errors import AlreadyRunning, ConfigurationInvalid
 
 
@@ -21,8 +22,8 @@ class HomeLock:
     """A context manager that holds the lock of a home while its body runs.
 
     Entering raises `AlreadyRunning` when another process holds it, and `ConfigurationInvalid` when the file
-    cannot be opened or its file system has no locks. The file then names the holder's process id. Processes
-    started by the holder do not inherit the lock.
+    cannot be opened or its file system has no locks, `DiskFull` when it has no room.
+    The file then names the holder's process id. Processes started by the holder do not inherit the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,8 +46,12 @@ class HomeLock:
             raise AlreadyRunning(
                 f"{named} runs a node in {self._path.parent} already: stop it, or use another --home"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise unwritable(f"cannot write the lock {self._path}", error) from error
         self._descriptor = descriptor
         return self
 

@@ -87,8 +87,8 @@ class EnginePort(Protocol):
     async def statistics_json(self, timeout_s: float = ...) -> str:
         """Its counters as one JSON object; raises like `exchange`."""
 
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self, reason: str) -> None:
+        """End it at once; ``reason`` is why, for `wait_ended`."""
 
     async def wait_ended(self) -> str:
         """Wait for its end; the reason."""

@@ -29,6 +29,7 @@ from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import (
     ConfigurationInvalid,
+    DiskFull,
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
@@ -114,8 +115,8 @@ async def keep_running(
     """Call ``run_once`` again and again, with patience, as each engine's life ends in an error of ours.
 
     What makes a first start pointless (another ggml, a port that is taken, a damaged model, a home that
-    cannot be written, a device that is not there) is raised: the user is there to read it. The same trouble
-    later is waited out like any other.
+    cannot be written, a full disk, a device that is not there) is raised: the user is there to read it. The
+    same trouble later is waited out like any other.
     """
     failures = 0
     first = True
@@ -123,7 +124,7 @@ async def keep_running(
         started = now()
         try:
             await run_once()
-        except (IncompatibleVersion, PortInUse, ModelUnusable, ConfigurationInvalid) as error:
+        except (IncompatibleVersion, PortInUse, ModelUnusable, ConfigurationInvalid, DiskFull) as error:
             if first:
                 raise
             note_failure(error)
@@ -148,7 +149,7 @@ async def watch_engine(engine: EnginePort, quiet: trio.Lock) -> None:
             except EngineFailed as error:
                 if not engine.has_ended:
                     log.error("engine_unresponsive", pid=engine.pid, reason=str(error))
-                    engine.kill()
+                    engine.kill(f"this node killed it: it had been mute for {WATCH_TIMEOUT_S:g} s")
                     return
 
 
@@ -290,8 +291,9 @@ class Engine:
             async for data in self._written:
                 await self._stream.send_all(data)
 
-    def kill(self) -> None:
-        """End the engine at once, whatever state it is in; `wait_ended` says when it is gone."""
+    def kill(self, reason: str) -> None:
+        """End the engine at once, whatever state it is in; `wait_ended` says ``reason`` when it is gone."""
+        self._end_reason = self._end_reason or reason
         self._process.kill()
 
     async def close(self) -> None:

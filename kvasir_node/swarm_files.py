@@ -1,8 +1,9 @@
 """What a node remembers of its swarm on disk: manifest, term proof, fence, plan, recovery key.
 
 Every file appears whole or not at all and survives a power cut once written: a vote or a fence that could be
-forgotten is worth nothing. Files that hold keys can be read by this user only. It decides nothing about
-who may be backbone.
+forgotten is worth nothing. Files that hold keys can be read by this user only. What is written raises
+`DiskFull` when there is no room, `ConfigurationInvalid` when it may not be written; what was there before is
+kept then. It decides nothing about who may be backbone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvasir_node.durable_file import durable_file
+from kvasir_node.durable_file import durable_file, unwritable
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest, node_id_of
 from kvasir_proto.limits import INT63_MAX, SIGNED_SIZE_MAX, UINT32_MAX
@@ -74,7 +75,7 @@ class SwarmFiles:
     @property
     def is_founder(self) -> bool:
         """Whether a swarm was founded here."""
-        return (self._directory / _PROOF).exists()
+        return self._exists(_PROOF)
 
     def check_undamaged(self, node_key: Ed25519PrivateKey) -> None:
         """Read every file that a daemon will need, so that damage ends its start and not each later attempt.
@@ -166,7 +167,7 @@ class SwarmFiles:
 
     def load_joined(self) -> FoundedSwarm | None:
         """The swarm this node joined before, or None. Raises `ConfigurationInvalid` when damaged."""
-        if not (self._directory / _MANIFEST).exists():
+        if not self._exists(_MANIFEST):
             return None
         try:
             return open_swarm_manifest(self._read(_MANIFEST))
@@ -180,7 +181,7 @@ class SwarmFiles:
     def load(self) -> tuple[int, int]:
         """The fence saved last, or (0, 0) (see `ports.FenceStore`)."""
         path = self._directory / _FENCE
-        if not path.exists():
+        if not self._exists(_FENCE):
             return (0, 0)
         try:
             fields = json.loads(self._read(_FENCE))
@@ -202,7 +203,7 @@ class SwarmFiles:
     def load_plan(self, founding: Founding) -> SavedPlan | None:
         """The plan saved last, or None. Raises `ConfigurationInvalid` when it is damaged."""
         path = self._directory / _PLAN
-        if not path.exists():
+        if not self._exists(_PLAN):
             return None
         signed = self._read(_PLAN)
         try:
@@ -222,12 +223,23 @@ class SwarmFiles:
 
     def _load_generation(self) -> int:
         path = self._directory / _GENERATION
-        if not path.exists():
+        if not self._exists(_GENERATION):
             return 0
         text = self._read(_GENERATION)
         if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
             raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
         return int(text)
+
+    def _exists(self, name: str) -> bool:
+        """Whether there is such a file; a directory that hides it is no answer (`ConfigurationInvalid`)."""
+        path = self._directory / name
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise ConfigurationInvalid(f"{path} cannot be read: {error.strerror or error}") from error
+        return True
 
     def _read(self, name: str) -> bytes:
         path = self._directory / name
@@ -247,4 +259,4 @@ class SwarmFiles:
             with durable_file(path) as file:
                 file.write(data)
         except OSError as error:
-            raise ConfigurationInvalid(f"{path} cannot be written: {error.strerror or error}") from error
+            raise unwritable(f"{path} cannot be written", error) from error

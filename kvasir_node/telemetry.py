@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Literal, TextIO
 
@@ -34,12 +36,30 @@ _QUIET_LIBRARIES: Final = {
     "multiaddr": logging.WARNING,
     "trio": logging.WARNING,
 }
+REPEATS_SHOWN_MAX: Final = 10
+"""How often in an interval an event of one kind is shown that a stranger can cause at will."""
+
+REPEATS_INTERVAL_S: Final = 60.0
+"""After which those that were not shown are summed up in one `repeats_left_out`."""
+
+_CAUSED_BY_STRANGERS: Final = frozenset(
+    {
+        *("connection_refused", "stream_refused", "stream_ended", "stream_handler_failed"),
+        *("conversation_refused", "request_refused", "request_failed", "member_joined", "member_silent"),
+        *("stranger_refused", "accept_failed"),
+    }
+)
 _process_keys: dict[str, object] = {}
 _library_levels: dict[str, int] = {}
 
 
 def configure_telemetry(
-    level: LogLevel, log_format: LogFormat, environment: Mapping[str, str], stream: TextIO | None = None
+    level: LogLevel,
+    log_format: LogFormat,
+    environment: Mapping[str, str],
+    stream: TextIO | None = None,
+    *,
+    repeats_interval_s: float = REPEATS_INTERVAL_S,
 ) -> None:
     """Send this process's events of at least `level` to `stream` (standard error if None).
 
@@ -51,6 +71,7 @@ def configure_telemetry(
     _process_keys.clear()
     structlog.configure(
         processors=[
+            _RepeatLimit(REPEATS_SHOWN_MAX, repeats_interval_s),
             structlog.contextvars.merge_contextvars,
             _add_process_keys,
             structlog.processors.add_log_level,
@@ -88,6 +109,47 @@ def get_logger(**keys: object) -> FilteringBoundLogger:
     """A logger whose events carry these keys."""
     logger: FilteringBoundLogger = structlog.get_logger(**keys)
     return logger
+
+
+class _RepeatLimit:
+    """Lets the first few events of each kind that strangers cause pass, and sums up the rest of an interval.
+
+    By kind and not by sender: a name costs a stranger nothing, and a table of names would be his to fill.
+    """
+
+    def __init__(self, shown_max: int, interval_s: float) -> None:
+        self._shown_max = shown_max
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
+
+    def __call__(
+        self, _logger: object, _method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        kind = event["event"]
+        if kind not in _CAUSED_BY_STRANGERS:
+            return event
+        with self._lock:
+            time_now = time.monotonic()
+            if self._counts.get(kind, 0) <= self._shown_max and time_now >= self._ends.get(kind, time_now):
+                self._counts[kind] = 0
+                self._ends[kind] = time_now + self._interval_s
+            self._counts[kind] += 1
+            count = self._counts[kind]
+            if count == self._shown_max + 1:
+                timer = threading.Timer(self._ends[kind] - time_now, self._sum_up, (kind,))
+                timer.daemon = True
+                timer.start()
+        if count > self._shown_max:
+            raise structlog.DropEvent
+        return event
+
+    def _sum_up(self, kind: str) -> None:
+        with self._lock:
+            left_out = self._counts.pop(kind) - self._shown_max
+            del self._ends[kind]
+        get_logger().warning("repeats_left_out", of=kind, count=left_out, interval_s=self._interval_s)
 
 
 def _add_process_keys(

@@ -66,6 +66,10 @@ class NoHolderLeft(KvasirError):
     """No holder of some expert could answer within its deadline, so the step could not be finished."""
 
 
+class DiskFull(KvasirError):
+    """A file of the home has no room on its disk; trying again later may help."""
+
+
 class UsageError(KvasirError):
     """The command was called wrongly."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from kvasir_node.backbone.tensor_placement import place_tensors
+from kvasir_node.engine.llama_log import expect_errors
 from kvasir_node.native_library import (
     LAYER_ABORTED,
     LAYER_DONE,
@@ -191,6 +192,7 @@ class ExpertHook:
                 on_layer(call)
             except DecodeAborted as abort:
                 self._failures[threading.get_ident()] = abort
+                expect_errors()
                 return LAYER_ABORTED
             except BaseException as failure:
                 self._failures[threading.get_ident()] = failure

@@ -161,6 +161,7 @@ class Trunk:
         if status == 0:
             self._position += len(tokens)
             return
+        forget_errors()
         self._recover()
         failure = self._experts.take_failure() if self._experts is not None else None
         if failure is not None:

@@ -37,7 +37,7 @@ def run(
     model: str | None,
     stop_on_eof: bool,
 ) -> None:
-    """Run the daemon in the foreground until SIGTERM or Ctrl-C; a second one ends it at once.
+    """Run the daemon in the foreground until SIGTERM, SIGHUP or Ctrl-C; a second SIGTERM or Ctrl-C: at once.
 
     In a home where a swarm was founded the node is its backbone; elsewhere it joins as a worker.
     """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Final
 
 import click
@@ -9,7 +12,7 @@ import trio
 
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import request_stop
-from kvasir_node.home_lock import is_locked
+from kvasir_node.home_lock import holder_of, is_locked
 from kvasir_node.locations import Locations
 from kvasir_proto.errors import EngineFailed
 
@@ -33,10 +36,31 @@ def stop(session: CommandSession, timeout_s: float) -> None:
 
 
 async def _stop(locations: Locations, timeout_s: float) -> None:
-    deadline = trio.current_time() + timeout_s
-    await request_stop(locations, timeout_s)
-    # It serves nobody any more; what is left takes milliseconds, after which another daemon may start.
-    while is_locked(locations.lock_file):
-        if trio.current_time() > deadline:
-            raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")
-        await trio.sleep(_POLL_S)
+    try:
+        with trio.fail_after(timeout_s), _process_of(locations) as process:
+            await request_stop(locations, timeout_s)
+            # It serves nobody any more; what is left takes milliseconds, after which another may start.
+            while is_locked(locations.lock_file):  # noqa: ASYNC110 - a file lock cannot be waited for
+                await trio.sleep(_POLL_S)
+            if process is not None:
+                await trio.lowlevel.wait_readable(process)
+    except trio.TooSlowError:
+        raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s") from None
+
+
+@contextlib.contextmanager
+def _process_of(locations: Locations) -> Iterator[int | None]:
+    """A descriptor of the daemon's process, readable once it has ended; None where it cannot be had.
+
+    Opened while the process lives, so that it never means another one that got the same number.
+    """
+    pid = holder_of(locations.lock_file) if is_locked(locations.lock_file) else None
+    descriptor = None
+    if pid is not None:
+        with contextlib.suppress(OSError):  # gone by now, or a kernel without such descriptors
+            descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)

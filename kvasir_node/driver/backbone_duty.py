@@ -33,6 +33,8 @@ from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import open_record
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    DiskFull,
     EngineFailed,
     KvasirError,
     NotReady,
@@ -40,7 +42,8 @@ from kvasir_proto.errors import (
     TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId, SessionId
-from kvasir_proto.instants import Instant, WallTime, between
+from kvasir_proto.instants import Duration, Instant, WallTime, after, between
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     CancelSession,
     ConnectHolder,
@@ -158,6 +161,9 @@ class BackboneDuty:
         self._revision_max = self._plan.revision if self._plan else 0
         """The newest revision that this node is known to have issued."""
         self._is_plan_superseded = False
+        self._plan_failures = 0
+        """Plans in a row that could not be saved."""
+        self._next_plan_at = now()
         self._engine: EnginePort | None = None
         self._trunk: TrunkLoaded | None = None
         self._sessions: dict[SessionId, _Session] = {}
@@ -290,7 +296,8 @@ class BackboneDuty:
             del self._sessions[session_id]
             self._note_change()
         if session.outcome is None:
-            raise EngineFailed("the backbone engine ended during the session")
+            reason = f": {await engine.wait_ended()}" if engine.has_ended else ""
+            raise EngineFailed(f"the backbone engine ended during the session{reason}")
         self._rows_retried_total += session.outcome.rows_retried
         if session.outcome.reason == "failed" and session.outcome.code != USAGE_ERROR:
             self._note_error(session.outcome.detail)
@@ -328,14 +335,25 @@ class BackboneDuty:
             return "starting", self._last_error.unrecovered or "the backbone engine is loading"
         if self._plan is None:
             have, need = len(self._roster.active(self._now())), self._settings.workers_min
+            if self._plan_failures and have >= need:
+                return "joining", self._last_error.unrecovered
             return "joining", f"{have} of {need} workers have joined"
         coverage = self._plan.coverage(self._roster.serving())
         if coverage.n_pairs_held < coverage.n_pairs:
-            return "joining", f"{coverage.n_pairs_held} of {coverage.n_pairs} experts have a holder"
+            held = f"{coverage.n_pairs_held} of {coverage.n_pairs} experts have a holder"
+            return "joining", "; ".join([held, *self._failures_of_planned(self._plan)])
         planned = self._plan.coverage().holders_min
         if coverage.holders_min < planned:
             return "degraded", f"some expert has {coverage.holders_min} of {planned} planned holders"
         return "ready", ""
+
+    def _failures_of_planned(self, plan: Plan) -> list[str]:
+        """Which members of the plan could not be brought to serving, and why."""
+        return [
+            f"{member.node_id}: {member.failure}"
+            for member in self._roster
+            if member.failure and member.node_id in plan.nodes
+        ]
 
     def report(self) -> dict[str, Any]:
         """This duty's part of the status document."""
@@ -343,6 +361,13 @@ class BackboneDuty:
         plan = self._plan
         coverage = plan.coverage(self._roster.serving()) if plan else None
         now = self._now()
+        # What the plan gives to a member that is gone for good is held by nobody.
+        shards = {
+            member.node_id: ShardSet()
+            if plan is None or self._roster.is_forgotten(member.node_id, now)
+            else plan.shard_of(member.node_id)
+            for member in self._roster
+        }
         return {
             "epoch": term.epoch,
             "term": term.term,
@@ -364,9 +389,9 @@ class BackboneDuty:
                     "device": member.record.device,
                     "accumulation": member.record.accumulation,
                     "memory_bytes": member.record.memory_bytes,
-                    "ranks": ["output", "bulk"] if plan and len(plan.shard_of(member.node_id)) else [],
+                    "ranks": ["output", "bulk"] if len(shards[member.node_id]) else [],
                     "shard_bytes": member.shard_bytes,
-                    "shards": len(plan.shard_of(member.node_id)) if plan else 0,
+                    "shards": len(shards[member.node_id]),
                     "last_seen_s": round((now - member.last_seen) / 1e9, 3),
                 }
                 for member in self._roster
@@ -475,7 +500,7 @@ class BackboneDuty:
                 log.warning("member_lost", node=node_id, reason="no heartbeat")
                 await self._remove_holder(node_id, "no heartbeat")
                 self._note_change()
-            if self._plan is not None and self._is_plan_outdated():
+            if self._is_plan_due():
                 self._note_change()
 
     async def _remove_holder(self, node_id: NodeId, reason: str) -> None:
@@ -488,22 +513,45 @@ class BackboneDuty:
 
     async def _serve_plan(self, engine: EnginePort) -> None:
         """Issue a plan when one is due, and keep its holders connected until the next one."""
+        while self._plan is None and not self._issue_due_plan():
+            await self._wait_change()
         while True:
-            if self._plan is None or self._is_plan_outdated():
-                workers_min = max(1, self._settings.workers_min) if self._plan is None else 1
-                if len(self._roster.active(self._now())) < workers_min:
-                    await self._wait_change()
-                    continue
-                self._issue_plan()
             plan = self._plan
             assert plan is not None
             async with open_unwrapping_nursery() as nursery:
                 self._holder_events = {node_id: trio.Event() for node_id in plan.nodes}
                 for node_id in plan.nodes:
                     nursery.start_soon(self._keep_holder, engine, plan, node_id)
-                while not self._is_plan_outdated():
+                while not self._issue_due_plan():
                     await self._wait_change()
                 nursery.cancel_scope.cancel()
+
+    def _is_plan_due(self) -> bool:
+        """Whether a plan is needed, and there are the workers to make it for, and it may be tried now."""
+        if self._now() < self._next_plan_at or not (self._plan is None or self._is_plan_outdated()):
+            return False
+        workers_min = max(1, self._settings.workers_min) if self._plan is None else 1
+        return len(self._roster.active(self._now())) >= workers_min
+
+    def _issue_due_plan(self) -> bool:
+        """Issue a plan if one is due; whether it was.
+
+        One that cannot be saved is not issued, for nobody may hear of a plan that could be forgotten: the one
+        before stays in force and is served, and the next attempt comes after a delay.
+        """
+        if not self._is_plan_due():
+            return False
+        try:
+            self._issue_plan()
+        except (DiskFull, ConfigurationInvalid) as error:
+            self._plan_failures += 1
+            delay_s = retry_delay_s(self._plan_failures, _RETRY_DELAY_FIRST_S, _RETRY_DELAY_MAX_S)
+            self._next_plan_at = after(self._now(), Duration(round(delay_s * 1e9)))
+            log.error("plan_not_saved", reason=str(error), retry_s=delay_s)
+            self._note_error(str(error))
+            return False
+        self._plan_failures = 0
+        return True
 
     def _is_plan_outdated(self) -> bool:
         """Whether the members have changed in a way that needs a new plan now.
@@ -586,6 +634,7 @@ class BackboneDuty:
                 if engine.has_ended:
                     return
                 self._roster.set_state(node_id, "unreachable", str(error))
+                member.failure = str(error)
                 log.warning("holder_not_connected", node=node_id, reason=str(error))
                 if not (isinstance(error, RemoteProtocolError) and error.code == "stale_plan"):
                     refusals += 1
@@ -644,9 +693,11 @@ class BackboneDuty:
         if isinstance(reply, HolderLost):
             self._roster.holder_lost(node_id, reply.code, reply.reason)
             raise RemoteProtocolError(reply.reason, reply.code)
-        if self._holder_events[node_id].is_set():
-            return  # it was lost again, or joined anew, before this task had its turn
+        if self._holder_events[node_id].is_set() or plan is not self._plan:
+            return  # it was lost again, joined anew, or got another plan, before this task had its turn
         self._roster.set_state(node_id, "serving")
+        if member is not None:
+            member.failure = ""
         log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))
         self._note_change()
 
@@ -657,7 +708,7 @@ class BackboneDuty:
         self._note_change()
 
     def _note_change(self) -> None:
-        if self.state()[0] == "ready":
+        if self.state()[0] == "ready" and not self._plan_failures:
             self._last_error.note_ready()
         self._changed.set()
         self._changed = trio.Event()

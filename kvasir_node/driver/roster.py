@@ -49,6 +49,8 @@ class Member:
     last_seen: Instant
     shard_bytes: int = 0
     """What its shard takes of its memory, as it said when it accepted the plan."""
+    failure: str = ""
+    """Why it could not be brought to serving the last time; empty once it serves."""
     unfit_until: Instant = _LONG_AGO
     """Until then no plan counts on it: it has refused or failed every offer."""
 

@@ -30,6 +30,8 @@ from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    DiskFull,
     EngineFailed,
     KvasirError,
     ModelUnusable,
@@ -285,7 +287,11 @@ class WorkerDuty:
             while self._engine is None:
                 await self._engine_up.wait()
             return self._engine
-        raise RemoteProtocolError("the worker engine is starting", "engine_starting")
+        raise RemoteProtocolError(self._why_no_engine(), "engine_starting")
+
+    def _why_no_engine(self) -> str:
+        reason = self._last_error.unrecovered
+        return as_sentence("the worker engine is starting" + (f": {reason}" if reason else ""))
 
     async def _load(self, engine: EnginePort, model: StoredModel, assignment: _Assignment) -> None:
         """Have the engine hold this shard. The caller holds the lock."""
@@ -404,6 +410,8 @@ class WorkerDuty:
                     return  # left on purpose
                 except (KvasirError, RemoteProtocolError) as error:
                     self._contact = f"{address}: {error}"
+                    if isinstance(error, (DiskFull, ConfigurationInvalid)):
+                        self._last_error.note(str(error))  # the backbone was reached: the trouble is our own
                     log.warning("backbone_unreachable", address=address, reason=str(error))
                     if self._leaving.is_set():
                         self._left.set()

@@ -124,8 +124,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
     parser.add_argument("--log-format", choices=("console", "json"), default="console")
     options = parser.parse_args(arguments)
-    # Ctrl-C goes to the whole terminal group; control decides what it means and ends its engines itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Both go to the whole terminal group; control decides what they mean and ends its engines itself.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     configure_telemetry(options.log_level, options.log_format, os.environ)
     bind_process(role=options.role)
     channel = ControlChannel(socket.socket(fileno=options.control_fd))

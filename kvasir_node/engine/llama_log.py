@@ -31,6 +31,7 @@ class _LineAssembler:
         self._level = 0
         self._text = ""
         self.first_error = ""
+        self.is_expected = False
 
     def take(self, level: int, piece: bytes) -> None:
         if level != _CONTINUED:
@@ -40,7 +41,7 @@ class _LineAssembler:
             return
         text, self._text = self._text.strip(), ""
         if self._level == _ERROR:
-            log.warning("llama_cpp_error", text=text)
+            (log.debug if self.is_expected else log.warning)("llama_cpp_error", text=text)
             self.first_error = self.first_error or text
         elif text:
             log.debug("llama_cpp_said", text=text)
@@ -57,6 +58,12 @@ def _callback(level: int, piece: bytes, _: ctypes.c_void_p) -> None:
 def forget_errors() -> None:
     """Say that a call begins whose failure is to be explained."""
     _assembler.first_error = ""
+    _assembler.is_expected = False
+
+
+def expect_errors() -> None:
+    """Say that we made the call under way fail: what is said of it until `forget_errors` is no news."""
+    _assembler.is_expected = True
 
 
 def why_it_failed() -> str:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from kvasir_node.durable_file import durable_file
+from kvasir_node.durable_file import durable_file, unwritable
 from kvasir_proto.errors import ConfigurationInvalid
 from kvasir_proto.ids import NodeId, node_id_of
 
@@ -126,4 +126,4 @@ def _create(path: Path, key: Ed25519PrivateKey) -> None:
         with durable_file(path, keep_existing=True) as file:
             file.write(data)
     except OSError as error:
-        raise ConfigurationInvalid(f"cannot write the identity {path}: {error.strerror}") from error
+        raise unwritable(f"cannot write the identity {path}", error) from error

@@ -240,7 +240,10 @@ class WorkerEngine:
                 sock.close()
             if holds_slot:
                 self._slots.release()
-            log.info("connection_ended", node=node_id, reason=reason)
+            if node_id is None:
+                log.info("stranger_refused", reason=reason)
+            else:
+                log.info("connection_ended", node=node_id, reason=reason)
 
     def _recognise(self, sock: socket.socket) -> _ExpectedDialler:
         """Read the one-time token; who it was given to, and the certificate that node's engine must have."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.swarm_files import Founding, SwarmFiles
-from kvasir_proto.errors import ConfigurationInvalid
+from kvasir_proto.errors import ConfigurationInvalid, DiskFull, KvasirError
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.limits import SIGNED_SIZE_MAX
 from kvasir_proto.placement.plan import make_plan
@@ -255,3 +257,43 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "state" / "fence.json").mkdir(parents=True)
     with pytest.raises(ConfigurationInvalid, match="cannot be read"):
         SwarmFiles(tmp_path / "state").load()
+
+
+@pytest.mark.parametrize(
+    "number, kind",
+    [
+        (errno.ENOSPC, DiskFull),
+        (errno.EDQUOT, DiskFull),
+        (errno.EROFS, ConfigurationInvalid),
+        (errno.EACCES, ConfigurationInvalid),
+    ],
+)
+def test_what_cannot_be_written_is_named_and_what_was_there_is_kept(
+    files: SwarmFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[KvasirError]
+) -> None:
+    def refuse(_descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    files.save(0, 1)
+    monkeypatch.setattr(os, "fsync", refuse)
+    writes: dict[str, Callable[[], object]] = {
+        "fence.json": lambda: files.save(0, 2),
+        "plan": lambda: files.save_plan(b"plan"),
+        "engine-generation": files.next_generation,
+        "swarm-manifest": lambda: files.save_joined(b"manifest"),
+    }
+    for name, write in writes.items():
+        with pytest.raises(kind, match=f"{name} cannot be written: {os.strerror(number)}") as caught:
+            write()
+        assert caught.value.exit_code == kind.exit_code
+    assert files.load() == (0, 1)
+    assert [each.name for each in (tmp_path / "state").iterdir()] == ["fence.json"]
+
+
+def test_a_directory_that_hides_its_files_is_said(tmp_path: Path, key: Ed25519PrivateKey) -> None:
+    """As one without permissions does, which stops everybody but the root user."""
+    (tmp_path / "state").symlink_to(tmp_path / "state")
+    files = SwarmFiles(tmp_path / "state")
+    for read in (files.load, files.load_joined, lambda: files.is_founder, lambda: files.check_undamaged(key)):
+        with pytest.raises(ConfigurationInvalid, match="cannot be read: Too many levels"):
+            read()

@@ -20,8 +20,11 @@ from kvasir_node.model.store import StoredModel
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    DiskFull,
     EngineFailed,
     IncompatibleVersion,
+    KvasirError,
     ModelUnusable,
     NotReady,
     RemoteProtocolError,
@@ -221,6 +224,72 @@ async def test_the_backbone_file_is_asked_for_before_each_engine(
         assert founder.failure is damage
 
 
+async def test_a_full_disk_at_the_start_ends_the_node(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with trio.open_nursery() as nursery:
+        world = World(nursery, model, tmp_path)
+        founder = world.found()
+        founder.disk.generation_error = DiskFull("engine-generation: No space left on device")
+        await until(lambda: founder.has_ended)
+        assert isinstance(founder.failure, DiskFull)
+        assert founder.failure.exit_code == 1
+
+
+@pytest.mark.parametrize("kind", [DiskFull, ConfigurationInvalid])
+async def test_a_plan_that_cannot_be_saved_is_not_announced_and_tried_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, kind: type[KvasirError]
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder = world.found()
+        founder.save_error = kind("plan cannot be written")
+        first = world.join(1, founder)
+        await until(lambda: founder.duty.state() == ("joining", "plan cannot be written"))
+        await trio.sleep(60.0)
+        assert (founder.revision, first.engines.last.count(LoadShard)) == (0, 0)
+        assert founder.duty.report()["last_error_recovered"] is False
+        founder.save_error = None
+        await until(lambda: founder.state == "ready")
+        assert (founder.revision, founder.duty.report()["last_error_recovered"]) == (1, True)
+
+
+async def test_while_the_next_plan_cannot_be_saved_the_one_before_is_served(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder, workers = await ready_swarm(world, 2)
+        founder.save_error = DiskFull("plan cannot be written")
+        connections = founder.engines.last.count(ConnectHolder)
+        newcomer = world.join(9, founder)
+        await until(lambda: founder.duty.report()["last_error"] == "plan cannot be written")
+        await trio.sleep(60.0)
+        assert founder.duty.report()["last_error_recovered"] is False
+        assert (founder.state, founder.revision, len(founder.engines.all)) == ("ready", 1, 1)
+        assert founder.engines.last.count(ConnectHolder) == connections, "its holders are left in peace"
+        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+        founder.save_error = None
+        await until(lambda: founder.revision == 2 and founder.state == "ready")
+        assert set(founder.engines.last.connected) == {each.node_id for each in [*workers, newcomer]}
+        assert founder.duty.report()["last_error_recovered"] is True
+
+
+async def test_a_worker_that_cannot_load_is_named_with_its_reason_and_then_left_out(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder = world.found(workers_min=2)
+        good, bad = world.join(1, founder), world.join(2, founder)
+        bad.model_error = ModelUnusable("its source is damaged")
+        started = trio.current_time()
+        await until(lambda: f"{bad.node_id}: " in founder.duty.state()[1])
+        assert "its source is damaged" in founder.duty.state()[1]
+        assert "16 of 32 experts" in founder.duty.state()[1]
+        await until(lambda: founder.state == "ready")
+        assert trio.current_time() - started < 20.0
+        assert set(founder.engines.last.connected) == {good.node_id}
+        assert founder.member(bad)["shards"] == 0
+
+
 async def test_an_engine_of_another_build_ends_the_node(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
@@ -337,6 +406,7 @@ async def test_a_worker_that_leaves_is_gone_at_once(
         await workers[0].stop()
         member = founder.member(workers[0])
         assert (member["state"], member["reason"]) == ("left", "the node stops")
+        assert (member["shards"], member["ranks"]) == (0, []), "what it held is held by nobody"
         assert trio.current_time() - started < 1.0
         await until(lambda: founder.revision == 2 and founder.state == "ready")
         assert workers[0].node_id not in founder.engines.last.connected
@@ -759,7 +829,7 @@ async def test_the_death_of_the_engine_fails_its_sessions_and_everything_comes_b
         await until(lambda: all(outcomes))
         for outcome in outcomes:
             assert isinstance(outcome[0], EngineFailed)
-            assert "engine ended during the session" in str(outcome[0])
+            assert str(outcome[0]) == "the backbone engine ended during the session: killed by SIGKILL"
         assert founder.state == "starting"
         assert "killed by SIGKILL" in founder.duty.report()["last_error"]
         assert founder.duty.report()["last_error_recovered"] is False

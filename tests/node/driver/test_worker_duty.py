@@ -22,6 +22,7 @@ from kvasir_node.swarm_files import Founding, SwarmFiles
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import (
     ConfigurationInvalid,
+    DiskFull,
     EngineFailed,
     ModelUnusable,
     PortInUse,
@@ -630,8 +631,47 @@ async def test_an_engine_that_does_not_answer_any_more_is_killed_and_another_tak
         first.ignored.add(QueryStatistics)
         await until(lambda: not first.is_alive)
         assert WATCH_TIMEOUT_S <= trio.current_time() - mute_since <= WATCH_INTERVAL_S + WATCH_TIMEOUT_S + 1
+        await until(lambda: "this node killed it" in str(worker.duty.report()["last_error"]))
+        assert "mute for 30 s" in worker.duty.report()["last_error"]
         await until(lambda: worker.state == "ready")
         assert worker.engines.last.count(LoadShard) == 1
+
+
+async def test_an_engine_waits_for_room_on_the_disk_and_the_backbone_hears_why(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, worker = await member(world, tmp_path)
+        plan = backbone.plan(worker)
+        await backbone.offer(worker, plan)
+        worker.disk.generation_error = DiskFull("engine-generation: No space left on device")
+        worker.engines.last.die()
+        await until(lambda: "No space left" in worker.duty.state()[1])
+        offer = PlanOffer(backbone.sign(plan), backbone.founding.proof)
+        with pytest.raises(RemoteProtocolError, match="No space left") as caught:
+            await backbone.ask(worker, offer, PlanAccept)
+        assert caught.value.code == "engine_starting"
+        assert not worker.has_ended
+        worker.disk.generation_error = None
+        await until(lambda: worker.state == "ready")
+
+
+async def test_a_fence_that_cannot_be_saved_is_not_followed_and_tried_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    def refuse(_epoch: int, _term: int) -> None:
+        raise DiskFull("fence.json cannot be written: No space left on device")
+
+    async with open_world(model, tmp_path) as world:
+        backbone = Backbone(world, tmp_path)
+        worker = world.join(1, backbone, start=False)
+        worker.disk.fences.on_save = refuse
+        worker.start()
+        await until(lambda: "No space left" in str(worker.duty.report()["last_error"]))
+        await trio.sleep(60.0)
+        assert (worker.has_ended, worker.duty.report()["term"]) == (False, 0)
+        worker.disk.fences.on_save = lambda _epoch, _term: None
+        await until(lambda: worker.duty.report()["term"] == 1)
 
 
 async def test_an_engine_that_loads_for_long_is_not_taken_for_dead(

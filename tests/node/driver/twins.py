@@ -28,7 +28,7 @@ from kvasir_node.supervisor import Engine
 from kvasir_node.swarm_files import Founding, SavedPlan, SwarmFiles
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
-from kvasir_proto.errors import ModelUnusable
+from kvasir_proto.errors import KvasirError, ModelUnusable
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant, WallTime
@@ -342,9 +342,13 @@ class Disk:
     manifest: bytes | None = None
     plan: bytes | None = None
     generation: int = 0
+    generation_error: KvasirError | None = None
+    """Raised instead of counting."""
 
     def next_generation(self) -> int:
         """One more."""
+        if self.generation_error is not None:
+            raise self.generation_error
         self.generation += 1
         return self.generation
 
@@ -428,6 +432,8 @@ class TwinFounder(TwinNode):
         super().__init__(world, key)
         self.founding = founding
         self.backbone_file_error: ModelUnusable | None = None
+        self.save_error: KvasirError | None = None
+        """Raised instead of saving a plan."""
         self.settings = BackboneSettings(
             **{
                 "workers_min": 1,
@@ -444,6 +450,8 @@ class TwinFounder(TwinNode):
         return self.founding.swarm.digest
 
     def _save_plan(self, signed: bytes) -> None:
+        if self.save_error is not None:
+            raise self.save_error
         self.disk.plan = signed
 
     def _saved_plan(self) -> SavedPlan | None:
