@@ -218,17 +218,19 @@ def test_a_worker_that_is_stopped_has_said_so(swarm: Swarm) -> None:
         kvasir("--home", str(worker.home), "stop"), check=False, capture_output=True, timeout=PATIENCE_S
     )
     assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, b"", b"")
+    assert worker.process.poll() == 0, "stop returns when the process is gone"
     members = {each["node_id"]: each["state"] for each in (swarm.founder.status() or {})["members"]}
     assert members[node_id] == "left", "heard at once, not concluded from a silence"
     worker.start()  # at once: nothing of the one before is in the way
     swarm.wait_ready()
 
 
-def test_interrupting_the_whole_group_ends_it_in_good_order(swarm: Swarm) -> None:
-    """Ctrl-C reaches control and engine at once: control decides what it means."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupting_the_whole_group_ends_it_in_good_order(swarm: Swarm, number: signal.Signals) -> None:
+    """Ctrl-C and a terminal that closes reach control and engine at once: control decides what it means."""
     swarm.wait_ready()
     worker = swarm.workers[1]
-    os.killpg(worker.process.pid, signal.SIGINT)
+    os.killpg(worker.process.pid, number)
     assert worker.wait_ended() == 0, worker.log()
     assert "Traceback" not in worker.log()
     worker.start()
