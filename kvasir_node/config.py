@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvasir_proto.errors import ConfigurationInvalid
+from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import is_node_id
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
 
@@ -215,7 +215,8 @@ def load_configuration(
 
     `flags` maps dotted keys to values as the command line gave them; None means that the flag was not
     given. Raises `ConfigurationInvalid` with a sentence that names the key and where it stands: for an
-    unknown key, a value of the wrong type or out of bounds, or a file that cannot be read or is not TOML.
+    unknown key, a value of the wrong type or out of bounds, or a file that cannot be read or is not TOML; but
+    `UsageError` for the value of a flag.
     """
     found: dict[str, tuple[object, Origin]] = {}
     for key, value in _from_file(file).items():
@@ -235,7 +236,8 @@ def load_configuration(
         try:
             values[keys[key].name] = keys[key].metadata["parse"](value)
         except _Refused as refusal:
-            raise ConfigurationInvalid(
+            called_wrongly = origin.kind == "flag"
+            raise (UsageError if called_wrongly else ConfigurationInvalid)(
                 f"{key}, set by {origin}, is {value!r} and must be {refusal}"
             ) from None
     return Configuration(**values, origins={key: origin for key, (_, origin) in found.items()})

@@ -31,11 +31,13 @@ from kvasir_proto.errors import (
     NotRunning,
     ProtocolError,
     RemoteProtocolError,
+    UsageError,
 )
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.messages.local import (
     LOCAL,
+    USAGE_ERROR,
     EvaluateReply,
     EvaluateRequest,
     GenerateEnd,
@@ -58,6 +60,7 @@ SEND_TIMEOUT_S: Final = 60.0
 CONNECTIONS_MAX: Final = 32
 """Connections served at one time; one more is refused at once."""
 
+BUSY: Final = f"the daemon is busy: {CONNECTIONS_MAX} requests are being answered already"
 _READ_BYTES: Final = 64 * 1024
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -110,6 +113,21 @@ class LocalConnection:
                 raise NotRunning("the connection was closed before the answer came")
             self._ready.extend(decode(body, LOCAL) for body in self._reader.feed(data))
         return self._ready.pop(0)
+
+    async def ask(self, request: LocalMessage) -> LocalMessage:
+        """Send ``request`` and receive the first answer to it. Raises like `send` and `receive`.
+
+        A daemon that is busy refuses and closes without waiting for the request: then sending fails, and its
+        answer is there to be read all the same.
+        """
+        try:
+            await self.send(request)
+        except NotRunning as gone:
+            try:
+                return await self.receive()
+            except NotRunning:
+                raise gone from None
+        return await self.receive()
 
     async def wait_closed(self) -> None:
         """Wait until the other end closes, ignoring whatever it still says."""
@@ -166,7 +184,7 @@ class ControlServer:
             self._slots.acquire_on_behalf_of_nowait(connection)
         except trio.WouldBlock:
             log.warning("control_refused", reason="too many connections")
-            await connection.send(Refusal("busy", f"{CONNECTIONS_MAX} requests are being answered already"))
+            await connection.send(Refusal("busy", BUSY))
             return
         try:
             await self._answer(connection)
@@ -249,13 +267,12 @@ async def request_status(locations: Locations) -> str:
     """The running daemon's status document, as JSON. Raises like `connect_daemon`, or `EngineFailed`."""
     async with connect_daemon(locations) as connection:
         with trio.move_on_after(REQUEST_TIMEOUT_S):
-            await connection.send(StatusRequest())
-            reply = await connection.receive()
+            reply = await connection.ask(StatusRequest())
             match reply:
                 case StatusReply():
                     return reply.document
                 case Refusal():
-                    raise EngineFailed(f"the daemon gives no status: {reply.reason}")
+                    raise _error_of(reply)
             raise EngineFailed(f"the daemon answered {reply.kind} to a request for its status")
     raise EngineFailed(f"the daemon did not answer within {REQUEST_TIMEOUT_S:g} s")
 
@@ -267,10 +284,9 @@ async def request_stop(locations: Locations, timeout_s: float) -> None:
     """
     async with connect_daemon(locations) as connection:
         with trio.move_on_after(timeout_s):
-            await connection.send(StopRequest())
-            reply = await connection.receive()
+            reply = await connection.ask(StopRequest())
             if isinstance(reply, Refusal):
-                raise EngineFailed(f"the daemon does not stop: {reply.reason}")
+                raise _error_of(reply)
             await connection.wait_closed()
             return
     raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")
@@ -281,14 +297,14 @@ async def collect_text(
 ) -> tuple[list[int], str, GenerateEnd]:
     """Run a session; its token ids, its text, and how it ended. ``on_text`` gets each new piece of text.
 
-    Raises `EngineFailed` when the daemon refuses, `NotRunning` when it goes away.
+    Raises `EngineFailed` when the daemon refuses, `UsageError` when it says that the request is impossible,
+    `NotRunning` when it goes away.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens: list[int] = []
     parts: list[str] = []
-    await connection.send(request)
+    reply = await connection.ask(request)
     while True:
-        reply = await connection.receive()
         match reply:
             case TokenEvent():
                 tokens.append(reply.token)
@@ -296,7 +312,7 @@ async def collect_text(
             case GenerateEnd():
                 piece = decoder.decode(b"", final=True)
             case Refusal():
-                raise EngineFailed(reply.reason)
+                raise _error_of(reply)
             case _:
                 raise EngineFailed(f"the daemon answered {reply.kind} to a request for text")
         parts.append(piece)
@@ -304,3 +320,9 @@ async def collect_text(
             on_text(piece)
         if isinstance(reply, GenerateEnd):
             return tokens, "".join(parts), reply
+        reply = await connection.receive()
+
+
+def _error_of(refusal: Refusal) -> KvasirError:
+    """The daemon's refusal as the error that ends a command."""
+    return UsageError(refusal.reason) if refusal.code == USAGE_ERROR else EngineFailed(refusal.reason)

@@ -241,8 +241,7 @@ async def _compare(
         await evaluate_logits(engine, token_ids, chunk_sizes, theirs)
         async with connect_daemon(backbone.locations) as connection:
             with trio.fail_after(SESSION_TIMEOUT_S):
-                await connection.send(EvaluateRequest(token_ids, chunk_sizes, str(ours)))
-                reply = await connection.receive()
+                reply = await connection.ask(EvaluateRequest(token_ids, chunk_sizes, str(ours)))
         if not isinstance(reply, EvaluateReply):
             raise EngineFailed(f"the swarm's logits could not be had: {reply}")
         nursery.cancel_scope.cancel()

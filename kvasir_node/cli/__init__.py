@@ -7,15 +7,17 @@ live in one module each and are imported when they are called for, so that `vers
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import io
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.cli.standard_streams import OutputUnwritable, abandon_output, open_standard_streams
 from kvasir_proto.errors import KvasirError, ProtocolError, UsageError
 
 _COMMANDS: Final = {
@@ -64,7 +66,7 @@ class _LazyGroup(click.Group):
     epilog=EXIT_STATUS_HELP,
 )
 @click.option(
-    "--home", type=click.Path(path_type=Path), help="Keep everything of this node in this directory."
+    "--home", type=NonEmptyPath(path_type=Path), help="Keep everything of this node in this directory."
 )
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option("--log-format", help="console or json.")
@@ -80,9 +82,7 @@ def cli(ctx: click.Context, home: Path | None, log_level: str | None, log_format
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale that lacks a letter is no reason to fail
+    open_standard_streams()
     try:
         result: Any = cli.main(args=arguments, prog_name="kvasir-node", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -95,6 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error.format_message(), 1)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", 1)
+    except OutputUnwritable as error:
+        abandon_output()
+        return _fail(str(error), error.exit_code)
     except KvasirError as error:
         return _fail(str(error), error.exit_code)
     except ProtocolError as error:
@@ -104,5 +107,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(sentence: str, status: int) -> int:
-    click.echo(f"kvasir-node: {sentence}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"kvasir-node: {sentence}", err=True)
     return status

@@ -27,6 +27,7 @@ from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, 
 from kvasir_node.bench.test_model import BENCH_SHAPE
 from kvasir_node.cli.measure import random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import StoredModel
@@ -40,7 +41,9 @@ _QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit
 @click.command()
 @click.option("--rounds", type=click.IntRange(1, 1000), help="Rounds, each with every mode. Default: 9.")
 @click.option(
-    "--model", help="A GGUF file, or a model of this home. Default: a random 1.3 GB model, made once."
+    "--model",
+    type=NonEmptyText(),
+    help="A GGUF file, or a model of this home. Default: a random 1.3 GB model, made once.",
 )
 @click.option("--tokens", type=click.IntRange(1, 4096), help="Tokens decoded in a round. Default: 48.")
 @click.option("--quick", is_flag=True, help="Three short rounds: rougher figures.")

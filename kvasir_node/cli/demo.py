@@ -8,10 +8,13 @@ from typing import Any
 import click
 import trio
 
+from kvasir_node.cli.generate import check_request
 from kvasir_node.cli.output import json_option, note, print_json, print_table
+from kvasir_node.cli.parameters import NumberRange
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.status import short_id
 from kvasir_proto.errors import UsageError
+from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.sampling import Sampling
 
 KILL_WORKERS_MIN = 3
@@ -26,7 +29,7 @@ WORKERS_MAX = 16
 )
 @click.option("--prompt", default="In the beginning", show_default=True)
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=7, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True)
+@click.option("--temperature", type=NumberRange(0, 100), default=0.8, show_default=True)
 @click.option(
     "--kill-worker", is_flag=True, help="SIGKILL one holder in the middle; needs 3 workers or more."
 )
@@ -54,12 +57,14 @@ def demo(
         raise UsageError(f"--kill-worker needs --tokens {KILL_TOKENS_MIN} or more: it kills in mid-text")
     if not prompt:
         raise UsageError("--prompt is empty")
+    sampling = Sampling(seed=seed, temperature=temperature)
+    check_request(GenerateRequest(prompt, (), tokens, sampling))
     session: CommandSession = ctx.obj
     session.configure()
     from kvasir_node.demo import DemoOptions, DemoReporter, run_demo
     from kvasir_node.working_directory import working_directory
 
-    options = DemoOptions(workers, tokens, prompt, Sampling(seed=seed, temperature=temperature), kill_worker)
+    options = DemoOptions(workers, tokens, prompt, sampling, kill_worker)
     report = DemoReporter(
         say=note,
         show=_ignore_status if as_json else _show_swarm,

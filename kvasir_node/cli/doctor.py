@@ -261,6 +261,9 @@ def check_home(locations: Locations) -> Check:
             if status.st_uid != os.geteuid():
                 return Check("home", False, f"{directory} belongs to another user", "use another --home")
             if not os.access(directory, os.W_OK | os.X_OK):
+                if os.statvfs(directory).f_flag & os.ST_RDONLY:
+                    remedy = "mount its file system for writing, or use another --home"
+                    return Check("home", False, f"{directory} is on a read-only file system", remedy)
                 return Check("home", False, f"{directory} cannot be written", f"chmod u+rwx {directory}")
     with contextlib.suppress(FileNotFoundError):
         mode = stat.S_IMODE(locations.identity_file.stat().st_mode)

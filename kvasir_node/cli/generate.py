@@ -11,11 +11,12 @@ import click
 import trio
 
 from kvasir_node.cli.output import json_option, print_json
+from kvasir_node.cli.parameters import NumberRange
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import collect_text, connect_daemon
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import EngineFailed, LocalProtocolError, UsageError
-from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.errors import EngineFailed, KvasirError, LocalProtocolError, UsageError
+from kvasir_proto.messages.local import USAGE_ERROR, GenerateEnd, GenerateRequest
 from kvasir_proto.sampling import Sampling
 
 
@@ -32,6 +33,23 @@ def parse_token_ids(text: str | None) -> tuple[int, ...]:
     return ids
 
 
+def failure_of(end: GenerateEnd) -> KvasirError:
+    """A failed session's end as the error that ends the command: a wrong call, or the swarm's failure."""
+    return UsageError(end.detail) if end.code == USAGE_ERROR else EngineFailed(f"{end.code}: {end.detail}")
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Raise `UsageError` for a request that cannot be sent: text that is no UTF-8, a number out of bounds."""
+    try:
+        (request.prompt or "").encode()
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not text in UTF-8") from None
+    try:
+        encode(request)
+    except LocalProtocolError as error:
+        raise UsageError(error.reason) from error
+
+
 _DEFAULT: Final = Sampling()
 
 
@@ -39,10 +57,10 @@ _DEFAULT: Final = Sampling()
 @click.argument("prompt", required=False)
 @click.option("--token-ids", help="The prompt as token ids, comma-separated, instead of text.")
 @click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128)
-@click.option("--temperature", type=click.FloatRange(0, 100), default=_DEFAULT.temperature, help="0: greedy.")
+@click.option("--temperature", type=NumberRange(0, 100), default=_DEFAULT.temperature, help="0: greedy.")
 @click.option("--top-k", type=click.IntRange(0), default=_DEFAULT.top_k, help="0 switches it off.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=_DEFAULT.top_p, help="1 switches it off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=_DEFAULT.min_p, help="0 switches it off.")
+@click.option("--top-p", type=NumberRange(0, 1), default=_DEFAULT.top_p, help="1 switches it off.")
+@click.option("--min-p", type=NumberRange(0, 1), default=_DEFAULT.min_p, help="0 switches it off.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same text. Default: random.")
 @json_option
 @click.pass_obj
@@ -63,7 +81,8 @@ def generate(
     if (prompt is None) == (token_ids is None):
         raise UsageError("give either PROMPT or --token-ids")
     if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode(errors="replace")
+        # As Python reads arguments: bytes that are no UTF-8 are refused below, in the same words.
+        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape")
     ids = parse_token_ids(token_ids)
     if not prompt and not ids:
         raise UsageError("the prompt is empty")
@@ -79,10 +98,7 @@ def generate(
             min_p=min_p,
         ),
     )
-    try:
-        encode(request)
-    except LocalProtocolError as error:
-        raise UsageError(error.reason) from error
+    check_request(request)
     trio.run(_generate, session, request, as_json)
 
 
@@ -100,10 +116,10 @@ async def _generate(session: CommandSession, request: GenerateRequest, as_json: 
                 **json.loads(end.statistics),
             }
         )
-    else:
+    elif text or end.reason != "failed":
         click.echo()
     if end.reason == "failed":
-        raise EngineFailed(f"{end.code}: {end.detail}")
+        raise failure_of(end)
 
 
 def _write(piece: str) -> None:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import stat
+from pathlib import Path
+
 import click
 
-from kvasir_node.cli.output import json_option, print_json, progress_on_stderr
+from kvasir_node.cli.output import json_option, note, print_json, progress_on_stderr
+from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_proto.errors import UsageError
+
+
+def _mode_of(directory: Path) -> int | None:
+    """Who may do what there; None when there is nothing yet, or nobody may look."""
+    try:
+        return stat.S_IMODE(directory.stat().st_mode)
+    except OSError:
+        return None
 
 
 @click.command()
 @click.option("--found", is_flag=True, help="Found a swarm: this node becomes its backbone.")
 @click.option(
     "--model",
+    type=NonEmptyText(),
     help="The swarm's model: a GGUF file (of several the first), a name or a digest. Default: the demo's.",
 )
 @click.option(
@@ -37,7 +50,8 @@ def init(
 ) -> None:
     """Make this home's identity, and found a swarm with --found.
 
-    Can be called again: an identity that exists is kept, a swarm that exists is not founded twice.
+    Can be called again, and keeps the identity that exists. With --found it cannot where this home founded or
+    joined a swarm already: that ends with exit status 6.
     """
     from kvasir_node import app
     from kvasir_node.backbone.trial import try_backbone_file
@@ -49,7 +63,11 @@ def init(
     if partial_sums and not found:
         raise UsageError("--partial-sums is a rule of a swarm to found: add --found")
     configuration = session.configure(model=model)
+    mode_before = _mode_of(session.locations.data)
     home = app.open_home(session.locations, configuration)
+    mode = _mode_of(session.locations.data)
+    if mode_before not in (None, mode):
+        note(f"{session.locations.data} had mode {mode_before:o} and has {mode:o} now: it is for you alone")
     document: dict[str, object] = {
         "schema_version": 1,
         "node_id": home.identity.node_id,
@@ -78,5 +96,7 @@ def init(
         click.echo(f"swarm     {document['swarm']}")
         click.echo(f"model     {document['model']}  {str(document['model_digest'])[:12]}")
         click.echo(f"\nMove the recovery key off this node and keep it safe: {document['recovery_key_file']}")
+    elif home.swarm_files.is_founder:
+        click.echo("\nThis node founded a swarm. Start it with: kvasir-node run")
     else:
         click.echo("\nJoin a swarm with: kvasir-node run --bootstrap ADDRESS")

@@ -15,6 +15,7 @@ from kvasir_node.bench.machine import describe_machine, read_bandwidth
 from kvasir_node.bench.test_model import LAYER_SHAPE, TestModelShape, size_bytes_of, write_test_model
 from kvasir_node.cli.generate import parse_token_ids
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.locations import Locations
 from kvasir_node.measure.layer import LayerMeasurement, LayerSettings, measure_layer
@@ -46,7 +47,12 @@ def measure() -> None:
 
 
 @measure.command("logits")
-@click.option("--model", required=True, help="A GGUF file, or the name or digest of a model of this home.")
+@click.option(
+    "--model",
+    type=NonEmptyText(),
+    required=True,
+    help="A GGUF file, or the name or digest of a model of this home.",
+)
 @click.option("--token-ids", help="The tokens to feed, comma-separated.")
 @click.option("--tokens-file", type=click.Path(path_type=Path), help="A file of token ids.")
 @click.option(
@@ -161,7 +167,11 @@ def logits(
 
 
 @measure.command("layer")
-@click.option("--model", help="A GGUF file of one MoE layer. Default: a random one of 1.4 GB, made once.")
+@click.option(
+    "--model",
+    type=NonEmptyText(),
+    help="A GGUF file of one MoE layer. Default: a random one of 1.4 GB, made once.",
+)
 @click.option("--workers", type=click.IntRange(1, WORKERS_MAX), default=3, show_default=True)
 @click.option("--batches", default="1,32", show_default=True, help="Tokens of a call, comma-separated.")
 @click.option("--calls", type=click.IntRange(1, 256), default=16, show_default=True, help="In each round.")

@@ -8,6 +8,7 @@ import click
 
 from kvasir_node.backbone.trial import try_backbone_file
 from kvasir_node.cli.output import json_option, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import ModelStore
@@ -23,7 +24,7 @@ def models() -> None:
 
 
 @models.command("add")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=NonEmptyPath(path_type=Path))
 @json_option
 @click.pass_obj
 def add_model(session: CommandSession, file: Path, as_json: bool) -> None:

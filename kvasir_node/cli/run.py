@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvasir_node.cli.output import note
+from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 
 
@@ -17,7 +18,11 @@ from kvasir_node.cli.session import CommandSession
 @click.option("--holders", type=int, help="Workers that hold each expert (backbone only).")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto (backbone only).")
-@click.option("--model", help="The swarm's model where this home does not know it yet: a GGUF file.")
+@click.option(
+    "--model",
+    type=NonEmptyText(),
+    help="The swarm's model where this home does not know it yet: a GGUF file.",
+)
 @click.option(
     "--stop-on-eof",
     is_flag=True,

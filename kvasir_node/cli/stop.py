@@ -10,6 +10,7 @@ from typing import Final
 import click
 import trio
 
+from kvasir_node.cli.parameters import NumberRange
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import request_stop
 from kvasir_node.home_lock import holder_of, is_locked
@@ -23,7 +24,7 @@ _POLL_S: Final = 0.01
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(0, 3600),
+    type=NumberRange(0, 3600),
     default=30.0,
     show_default=True,
     help="Seconds to wait.",

@@ -59,7 +59,7 @@ from kvasir_proto.messages.engine import (
     TokenEmitted,
     TrunkLoaded,
 )
-from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateRequest
+from kvasir_proto.messages.local import USAGE_ERROR, EvaluateReply, EvaluateRequest, GenerateRequest
 from kvasir_proto.messages.swarm import (
     DataGrant,
     DataRequest,
@@ -89,9 +89,6 @@ CANCEL_TIMEOUT_S: Final = 5.0
 
 OFFERS_REFUSED_MAX: Final = 4
 """Offers that a member may refuse or fail in a row; then plans do without it for a while."""
-
-USAGE_ERROR: Final = "usage_error"
-"""The code of a session that failed because its client asked for something impossible: no fault of ours."""
 
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000

@@ -30,6 +30,9 @@ from kvasir_proto.limits import (
 from kvasir_proto.messages import Family
 from kvasir_proto.sampling import Sampling
 
+USAGE_ERROR: Final = "usage_error"
+"""The code of what failed because the client asked for something impossible: no fault of the daemon's."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest:

@@ -33,7 +33,7 @@ from typing import Any, Final, cast
 
 from kvasir_node.backbone import engine as backbone_engine
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
-from kvasir_node.engine.__main__ import main
+from kvasir_node.engine.process import main
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.worker import engine as worker_engine
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvasir_node.config import Configuration, load_configuration, variable_of
-from kvasir_proto.errors import ConfigurationInvalid
+from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import node_id_of
 
 NODE = node_id_of(bytes(32))
@@ -132,7 +132,7 @@ def test_the_variable_that_names_the_home_is_not_a_key() -> None:
 
 
 def test_a_bad_flag_and_a_bad_variable_are_named() -> None:
-    with pytest.raises(ConfigurationInvalid, match="flag --listen-port"):
+    with pytest.raises(UsageError, match="flag --listen-port"):
         load_configuration(Path("none"), {}, {"listen.port": 70000})
     with pytest.raises(ConfigurationInvalid, match="environment KVASIR_LISTEN_PORT"):
         load_configuration(Path("none"), {"KVASIR_LISTEN_PORT": "٣"})

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from kvasir_node import control
 from kvasir_node.control import (
+    BUSY,
     CONNECTIONS_MAX,
     ControlServer,
     LocalConnection,
@@ -25,7 +27,14 @@ from kvasir_node.control import (
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import ConfigurationInvalid, DaemonUnreachable, EngineFailed, NotReady, NotRunning
+from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    DaemonUnreachable,
+    EngineFailed,
+    NotReady,
+    NotRunning,
+    UsageError,
+)
 from kvasir_proto.framing import frame
 from kvasir_proto.limits import LOCAL_FRAME_SIZE_MAX
 from kvasir_proto.messages.local import (
@@ -250,11 +259,7 @@ async def test_one_connection_too_many_is_refused_at_once_and_the_next_is_served
             with pytest.raises(EngineFailed, match="32 requests are being answered"):
                 await request_status(home_of(path))
         await daemon.cancelled.wait()
-        while True:  # each slot is free as soon as its own task has seen the end
-            with contextlib.suppress(EngineFailed):
-                await request_status(home_of(path))
-                break
-            await trio.lowlevel.checkpoint()
+        await wait_free(path)
 
 
 async def test_a_client_that_goes_away_cancels_its_session(tmp_path: Path) -> None:
@@ -397,6 +402,39 @@ async def test_text_is_put_together_from_pieces_that_cut_letters(tmp_path: Path)
         shown: list[str] = []
         assert await collect_text(connection, ask_for_text(2), shown.append) == ([7, 7], "äb", ENDED)
         assert shown == ["äb"]
+
+
+async def test_a_daemon_that_is_busy_says_the_same_to_everybody(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, path), contextlib.AsyncExitStack() as stack:
+        for _ in range(CONNECTIONS_MAX):
+            await stack.enter_async_context(connect_daemon(home_of(path)))
+        refused = await stack.enter_async_context(connect_daemon(home_of(path)))
+        # It closes before the request can come, which is what makes sending fail.
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+            await collect_text(refused, ask_for_text(), None)
+        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+            await request_status(home_of(path))
+        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+            await request_stop(home_of(path), PATIENCE_S)
+        await stack.aclose()
+        await wait_free(path)
+
+
+async def wait_free(path: Path) -> None:
+    """Return as soon as the daemon answers: a slot is free once its own task has seen the end."""
+    while True:
+        with contextlib.suppress(EngineFailed):
+            await request_status(home_of(path))
+            return
+        await trio.lowlevel.checkpoint()
+
+
+async def test_an_impossible_request_was_called_wrongly(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path), connect_daemon(home_of(path)) as connection:
+        daemon.error = UsageError("this model has no tokenizer: give token ids")
+        with pytest.raises(UsageError, match="no tokenizer"):
+            await collect_text(connection, ask_for_text(), None)
 
 
 async def test_a_refused_session_is_an_error_with_its_reason(tmp_path: Path) -> None:

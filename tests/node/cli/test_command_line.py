@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
         ("init", "--partial-sums"),
         ("models", "add"),
         ("stop", "--timeout", "-1"),
+        ("stop", "--timeout", "nan"),
+        ("demo", "--temperature", "nan"),
+        ("demo", "--prompt", "\udcff"),
+        ("init", "--found", "--model", ""),
+        ("run", "--model", ""),
+        ("models", "add", ""),
+        ("--home", "", "status"),
+        ("run", "--listen-port", "70000"),
+        ("run", "--listen-host", "nowhere"),
+        ("run", "--bootstrap", "nonsense"),
+        ("run", "--threads", "0"),
+        ("--log-level", "loud", "status"),
     ],
 )
 def test_a_wrong_call_exits_2_and_says_so_on_standard_error(
@@ -89,22 +102,16 @@ def test_status_says_that_nothing_runs_as_json_too(tmp_path: Path) -> None:
         (("status",), "nonsense = ", "is not valid TOML"),
         (("status",), 'log.colour = "red"', "log.colour"),
         (("run",), "[listen]\nport = 70000", "listen.port"),
-        (("run", "--listen-port", "70000"), "", "--listen-port"),
-        (("run", "--listen-host", "nowhere"), "", "--listen-host"),
-        (("run", "--bootstrap", "nonsense"), "", "swarm.bootstrap"),
         (("run",), "", "found a swarm with 'kvasir-node init --found'"),
-        (("--log-level", "loud", "status"), "", "log.level"),
+        (("status",), "[log]\nlevel = 'loud'", "log.level"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_exits_6_and_names_the_place(
     tmp_path: Path, arguments: tuple[str, ...], content: str, said: str
 ) -> None:
     (tmp_path / "kvasir.toml").write_text(content)
-    outcome = (
-        call("--log-level", "error", *arguments, home=tmp_path)
-        if "loud" not in arguments
-        else (call(*arguments, home=tmp_path))
-    )
+    flags = () if "[log]" in content else ("--log-level", "error")
+    outcome = call(*flags, *arguments, home=tmp_path)
     assert outcome.status == 6, outcome
     assert outcome.out == ""
     assert said in outcome.sentence
@@ -184,6 +191,69 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path, arguments: tupl
         os.close(writer)
     assert done.returncode == 1
     assert done.stderr == b""
+
+
+def run_in_shell(command: str, home: Path) -> subprocess.CompletedProcess[bytes]:
+    """Run ``command``, in which `$B` is the command line in ``home``, as a shell would."""
+    begin = shlex.join([sys.executable, "-m", "kvasir_node", "--home", str(home)])
+    return subprocess.run(
+        ["/bin/sh", "-c", command.replace("$B", begin)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "command, status, said",
+    [
+        ("$B status >&-", 1, b"kvasir-node: standard output cannot be written: Bad file descriptor\n"),
+        ("$B status --json >&-", 1, b"kvasir-node: standard output cannot be written: Bad file descriptor\n"),
+        ("$B models list --json >/dev/full", 1, b"output cannot be written: No space left on device\n"),
+        ("$B status --check >&-", 3, b""),
+        ("$B version >&- 2>&-", 1, b""),
+        ("$B generate x >&-", 3, b"no daemon runs in this home"),
+        ("$B generate - <&-", 2, b"kvasir-node: the prompt is empty\n"),
+        ("printf 'a\\377b' | $B generate -", 2, b"kvasir-node: the prompt is not text in UTF-8\n"),
+        ("$B generate \"$(printf 'a\\377b')\"", 2, b"kvasir-node: the prompt is not text in UTF-8\n"),
+    ],
+)
+def test_closed_full_and_odd_streams_end_with_a_sentence(
+    tmp_path: Path, command: str, status: int, said: bytes
+) -> None:
+    done = run_in_shell(command, tmp_path)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 1, done.stderr
+
+
+def test_a_closed_output_is_taken_by_no_other_file(tmp_path: Path) -> None:
+    """What is opened first would get its number, and whatever a child printed."""
+    code = (
+        "import os, sys; from kvasir_node.cli import main; main(['version']);"
+        "sys.stderr.write(os.readlink('/proc/self/fd/1'))"
+    )
+    command = f"exec {shlex.join([sys.executable, '-c', code])} >&-"
+    assert run_in_shell(command, tmp_path).stderr.endswith(b"/dev/null")
+
+
+@pytest.mark.parametrize("module", ["kvasir_node.cli", "click", "kvasir_node.cli.generate", "trio"])
+def test_ctrl_c_while_a_module_is_imported_is_a_sentence(tmp_path: Path, module: str) -> None:
+    """It comes exactly when that module is looked for."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from kvasir_node.__main__ import main\n"
+        f"sys.argv = ['kvasir-node', '--home', {str(tmp_path)!r}, 'generate', 'x']\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, b"kvasir-node: interrupted")
 
 
 def test_version_needs_neither_libp2p_nor_llama(tmp_path: Path) -> None:

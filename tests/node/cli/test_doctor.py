@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,3 +157,14 @@ def test_a_directory_of_another_user_is_a_finding(tmp_path: Path, monkeypatch: p
     assert doctor.check_home(locations).ok
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     assert "another user" in doctor.check_home(locations).found
+
+
+@pytest.mark.parametrize(
+    "flag, remedy", [(os.ST_RDONLY, "mount its file system for writing"), (0, "chmod u+rwx")]
+)
+def test_a_home_that_cannot_be_written_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, remedy: str
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=flag))
+    assert remedy in doctor.check_home(locate(tmp_path, {})).remedy

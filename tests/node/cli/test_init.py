@@ -24,6 +24,14 @@ def test_it_can_be_called_again_and_keeps_the_identity(tmp_path: Path) -> None:
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
+def test_a_home_that_becomes_private_is_told(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    home.chmod(0o555)
+    assert "had mode 555 and has 700 now" in call("init", home=home).err
+    assert call("init", home=home).err == ""
+
+
 def test_two_homes_are_two_nodes(tmp_path: Path) -> None:
     ids = {call("init", "--json", home=tmp_path / each).document["node_id"] for each in "ab"}
     assert len(ids) == 2
@@ -42,7 +50,10 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
     again = call("init", "--found", "--model", str(model), home=home)
     assert again.status == 6
     assert "founded here already" in again.sentence
-    assert call("init", home=home).status == 0
+    later = call("init", home=home)
+    assert later.status == 0
+    assert "This node founded a swarm" in later.out
+    assert "Join" not in later.out
 
 
 @pytest.mark.parametrize("options", [(), ("--compact-activations",), ("--partial-sums",)])

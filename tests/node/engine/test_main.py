@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has a batch policy")
 def test_a_worker_that_wakes_up_preempts_nobody() -> None:
     code = (
-        "import os; from kvasir_node.engine.__main__ import compute_in_batch; compute_in_batch(); "
+        "import os; from kvasir_node.engine.process import compute_in_batch; compute_in_batch(); "
         "print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
     )
     result = subprocess.run(
