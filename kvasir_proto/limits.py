@@ -146,11 +146,13 @@ ChunkTimes: TypeAlias = Annotated[tuple[Nanoseconds, ...], Length(0, CONTEXT_LEN
 
 
 def as_sentence(text: str) -> str:
-    """Make any text fit a `Sentence`: what is too long is cut, what is not Unicode is replaced.
+    """Make any text one line that fits a `Sentence`: what is too long is cut, what nobody sees is replaced.
 
-    For errors on their way out: reporting a failure must not be a second failure.
+    For errors on their way out: reporting a failure must not be a second failure, and a file or a stranger
+    that is quoted must not write on a terminal.
     """
-    clean = text.encode("utf-8", "replace").decode("utf-8")
+    encodable = text.encode("utf-8", "replace").decode("utf-8")
+    clean = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in encodable)
     if len(clean) <= SENTENCE_LENGTH_MAX:
         return clean
     return clean[: SENTENCE_LENGTH_MAX - 1] + "…"

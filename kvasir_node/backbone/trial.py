@@ -53,6 +53,11 @@ def try_backbone_file(path: Path) -> None:
     raise ModelUnusable(f"llama.cpp does not survive this model: {what}")
 
 
+def _within(limit: int, allowed: int) -> int:
+    """The limit, or what this user may have at most: a tighter bound is no fault of the model."""
+    return limit if allowed == resource.RLIM_INFINITY else min(limit, allowed)
+
+
 def _end_of(returncode: int) -> str:
     """A process's end in words."""
     return signal.Signals(-returncode).name if returncode < 0 else f"status {returncode}"
@@ -61,7 +66,8 @@ def _end_of(returncode: int) -> str:
 def main(path: Path) -> int:
     """In the child: read the header, make a context, say what is wrong with it."""
     for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES_MAX), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (limit, limit))
+        bound = _within(limit, resource.getrlimit(kind)[1])
+        resource.setrlimit(kind, (bound, bound))
 
     from kvasir_node.backbone.trunk import Trunk, TrunkSettings
     from kvasir_node.engine.llama_log import capture_llama_log

@@ -19,6 +19,7 @@ from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.standard_streams import OutputUnwritable, abandon_output, open_standard_streams
 from kvasir_proto.errors import KvasirError, ProtocolError, UsageError
+from kvasir_proto.limits import as_sentence
 
 _COMMANDS: Final = {
     "demo": ("demo", "Run a real swarm on this machine and compare its text with a single process."),
@@ -108,5 +109,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fail(sentence: str, status: int) -> int:
     with contextlib.suppress(OSError):
-        click.echo(f"kvasir-node: {sentence}", err=True)
+        click.echo(f"kvasir-node: {as_sentence(sentence)}", err=True)
     return status

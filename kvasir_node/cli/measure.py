@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 import trio
 
+from kvasir_node.backbone.trial import try_backbone_file
 from kvasir_node.bench.machine import describe_machine, read_bandwidth
 from kvasir_node.bench.test_model import LAYER_SHAPE, TestModelShape, size_bytes_of, write_test_model
 from kvasir_node.cli.generate import parse_token_ids
@@ -249,7 +250,7 @@ def stored_model(locations: Locations, model: str) -> StoredModel:
             stored.verified_backbone_path(progress)
         return stored
     with progress_on_stderr("reading the model") as progress:
-        return ModelStore(locations.cache / "models").add(path, progress)
+        return ModelStore(locations.cache / "models").add(path, progress, try_backbone_file)
 
 
 def _tokens_of(path: Path) -> tuple[int, ...]:

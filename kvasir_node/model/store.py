@@ -250,7 +250,12 @@ class ModelStore:
             _require_space(directory, needed, "the backbone file")
             write_backbone_file(path, manifest, backbone, on_bytes)
             _VERIFIED.remember(backbone, directory.name)
-        _ask(judge, path, backbone)
+        try:
+            _ask(judge, path, backbone)
+        except ModelUnusable:
+            if not (directory / _ENTRY).exists():  # nothing is kept of what was never added
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
         with new_file(directory / _MANIFEST) as file:
             file.write(manifest.encode())
         entry = {

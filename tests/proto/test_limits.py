@@ -21,5 +21,6 @@ def test_any_text_becomes_a_sentence(text: str, padding: int) -> None:
 def test_what_fits_is_kept_and_what_is_cut_shows_it() -> None:
     assert as_sentence("disk is full") == "disk is full"
     assert as_sentence("no file \udcff") == "no file ?"
+    assert as_sentence("a\x1b[31mb\nc\x07") == "a\ufffd[31mb\ufffdc\ufffd"
     assert as_sentence("x" * SENTENCE_LENGTH_MAX) == "x" * SENTENCE_LENGTH_MAX
     assert as_sentence("x" * (SENTENCE_LENGTH_MAX + 1)) == "x" * (SENTENCE_LENGTH_MAX - 1) + "…"

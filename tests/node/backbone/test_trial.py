@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -115,3 +116,30 @@ def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(trial, "TIMEOUT_S", 0.01)
     with pytest.raises(ModelUnusable, match="did not finish reading the header"):
         try_backbone_file(tmp_path / "backbone.gguf")
+
+
+@pytest.mark.slow
+def test_a_file_that_is_quoted_does_not_write_on_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = with_other_key(b"qwen3moe", b"q\x1b[2\nmoe")(tmp_path / "model.gguf")
+    assert main(["--home", str(tmp_path / "home"), "models", "add", str(path)]) == ModelUnusable.exit_code
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("kvasir-node: ")
+    assert said.isprintable()
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_of_a_model_that_llama_cpp_refuses(tmp_path: Path) -> None:
+    path = make_deepseek2(tmp_path / "model.gguf", ModelShape(n_expert=7))
+    with pytest.raises(ModelUnusable):
+        ModelStore(tmp_path / "models").add(path, None, try_backbone_file)
+    assert not list((tmp_path / "models").glob("*/backbone.gguf"))
+
+
+@pytest.mark.parametrize(
+    "limit, allowed, bound",
+    [(8, resource.RLIM_INFINITY, 8), (8, 4, 4), (8, 16, 8), (0, resource.RLIM_INFINITY, 0), (0, 4, 0)],
+)
+def test_a_tighter_limit_of_this_user_is_kept(limit: int, allowed: int, bound: int) -> None:
+    assert trial._within(limit, allowed) == bound
