@@ -31,7 +31,7 @@ from tests.architecture_models import (
     ArchitectureModel,
     make_architecture,
 )
-from tests.model_makers import quantise
+from tests.model_makers import file_types, quantise
 from tests.node.hooked_llama import InProcessWorkers, Llama, Rows, hooked, shards_of
 
 N_UBATCH: Final = 64
@@ -182,7 +182,14 @@ def main(arguments: Sequence[str] | None = None, table: TextIO = sys.stdout) -> 
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave the models there")
     options = parser.parse_args(arguments)
     models = ONE_OF_EACH_SHAPE.values() if options.one else ARCHITECTURES
-    chosen = [each for each in models if re.search(options.pattern, each.name)]
+    if options.type not in file_types():
+        parser.error(f"--type {options.type}: llama.cpp quantises to {', '.join(file_types())}")
+    try:
+        chosen = [each for each in models if re.search(options.pattern, each.name)]
+    except re.error as error:
+        parser.error(f"{options.pattern!r} is no pattern: {error}")
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     _write(table, _HEADINGS)
     n_bad = 0

@@ -19,6 +19,7 @@ from kvasir_node.local_swarm import RunSettings, evaluate_logits, start_local_sw
 from kvasir_node.measure.logits import random_tokens
 from kvasir_node.model.store import ModelStore
 from kvasir_proto.errors import ModelUnusable
+from tests import shapes
 from tests.architecture_models import ARCHITECTURES, make_architecture
 from tests.shapes import make_model
 
@@ -79,3 +80,11 @@ async def _compare_with_a_stopped_worker(directory: Path) -> None:
             await engine.close()
     difference = np.load(directory / "swarm.npy") - np.load(directory / "single.npy")
     assert np.abs(difference).max() == 0.0
+
+
+@pytest.mark.parametrize("arguments", [["--type", "Q9"], ["["]], ids=["no such type", "no such pattern"])
+def test_wrong_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        shapes.main(arguments)
+    assert caught.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err
