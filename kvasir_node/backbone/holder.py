@@ -74,8 +74,8 @@ class Request:
     """One frame to a holder and the reply it waits for: rows for ``n_pairs`` pairs, none for a PROGRAM.
 
     The pairs are those from ``start`` on in ``indices``. ``n_results`` rows come back: one a pair, or one sum
-    for each row that was sent. ``abandoned``: the layer call it belonged to has
-    failed; its reply is read and dropped.
+    for each row that was sent. ``abandoned``: the layer call it belonged to has failed; its reply is read and
+    dropped.
     """
 
     request_id: int

@@ -25,14 +25,14 @@ from kvasir_node.bench.rounds import (
 from kvasir_node.bench.rpc_server import find_library, require_ggml_version
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, run_side_by_side
 from kvasir_node.bench.test_model import BENCH_SHAPE
-from kvasir_node.cli.measure import random_model, stored_model
-from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.measure import check_exact, prepare_reference, random_model, stored_model
+from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.working_directory import working_directory
-from kvasir_proto.errors import EngineFailed, OutOfTolerance, UsageError
+from kvasir_proto.errors import EngineFailed, UsageError
 
 SCHEMA_VERSION: Final = 1
 _QUICK: Final = BenchSettings(n_rounds=3, n_decode=24, n_prefill=128, time_limit_s=60.0)
@@ -91,8 +91,7 @@ def bench(
     )
     _require_memory(stored, n_copies=3 if rpc is None else 4)
     machine = describe_machine()
-    with progress_on_stderr("preparing the single process's model") as progress:
-        stored.reference_path(progress)
+    prepare_reference(stored)
     with working_directory(session.locations.cache, "measure") as directory:
         run = trio.run(run_side_by_side, stored, settings, directory, note, rpc)
     document = _document(stored, settings, run, machine)
@@ -100,8 +99,7 @@ def bench(
         print_json(document)
     else:
         _print_report(document, run)
-    if run.max_abs_delta != 0.0:
-        raise OutOfTolerance(f"the largest difference between logits is {run.max_abs_delta:g}, not 0")
+    check_exact(run.max_abs_delta)
 
 
 def _rpc_program(others: str | None, server: Path | None, library: Path | None) -> RpcProgram | None:

@@ -58,10 +58,9 @@ def init(
 
     if model is not None and not found:
         raise UsageError("--model is the model of a swarm to found: add --found")
-    if compact_activations and not found:
-        raise UsageError("--compact-activations is a rule of a swarm to found: add --found")
-    if partial_sums and not found:
-        raise UsageError("--partial-sums is a rule of a swarm to found: add --found")
+    for flag, is_set in (("--compact-activations", compact_activations), ("--partial-sums", partial_sums)):
+        if is_set and not found:
+            raise UsageError(f"{flag} is a rule of a swarm to found: add --found")
     configuration = session.configure(model=model)
     mode_before = _mode_of(session.locations.data)
     home = app.open_home(session.locations, configuration)

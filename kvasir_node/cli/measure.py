@@ -153,18 +153,15 @@ def logits(
         device=device,
         reference_device=device if reference_device is None else reference_device,
     )
-    with progress_on_stderr("preparing the single process's model") as progress:
-        stored.reference_path(progress)
+    prepare_reference(stored)
     with working_directory(session.locations.cache, "measure") as directory:
         measured = trio.run(measure_logits, stored, settings, directory, note)
     if as_json:
         print_json(_document(stored, settings, measured))
     else:
         _print_report(settings, measured)
-    if require_exact and measured.comparison.max_abs_delta != 0.0:
-        raise OutOfTolerance(
-            f"the largest difference between logits is {measured.comparison.max_abs_delta:g}, not 0"
-        )
+    if require_exact:
+        check_exact(measured.comparison.max_abs_delta)
 
 
 @measure.command("layer")
@@ -203,8 +200,7 @@ def layer(
         if model is None
         else stored_model(session.locations, model)
     )
-    with progress_on_stderr("preparing the single process's model") as progress:
-        stored.reference_path(progress)
+    prepare_reference(stored)
     note("measuring the memory")
     bandwidth = read_bandwidth()
     with working_directory(session.locations.cache, "measure") as directory:
@@ -214,8 +210,20 @@ def layer(
         print_json(document)
     else:
         _print_layer(document)
-    if require_exact and measured.max_abs_delta != 0.0:
-        raise OutOfTolerance(f"the largest difference between logits is {measured.max_abs_delta:g}, not 0")
+    if require_exact:
+        check_exact(measured.max_abs_delta)
+
+
+def prepare_reference(stored: StoredModel) -> None:
+    """Make or verify the file that the single process reads, with progress. Raises `ModelUnusable`."""
+    with progress_on_stderr("preparing the single process's model") as progress:
+        stored.reference_path(progress)
+
+
+def check_exact(max_abs_delta: float) -> None:
+    """Raise `OutOfTolerance` unless every logit was identical."""
+    if max_abs_delta != 0.0:
+        raise OutOfTolerance(f"the largest difference between logits is {max_abs_delta:g}, not 0")
 
 
 def random_model(locations: Locations, shape: TestModelShape, name: str) -> StoredModel:
