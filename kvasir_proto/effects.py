@@ -1,10 +1,10 @@
 """What a core asks of the world, as values.
 
-A core has five verbs: `receive`, `command`, `tick`, `next_deadline`, `drain`. The first three change its state
-and write down effects, `drain` hands these out in order and forgets them. The contract with whoever drives a
-core: every `Persist` of one drain is durable before any `Send` or `Publish` of the same drain leaves. Effects
-that only another core or the log is interested in (`Notice` and each core's own events) need no such order.
-No core sends bytes, opens a file or writes a log.
+A core has five verbs: `receive`, `command`, `tick`, `next_deadline`, `drain`. The first three change its
+state and write down effects, `drain` hands these out in order and forgets them. The contract with whoever
+drives a core: every `Persist` of one drain is durable before any `Send` or `Publish` of the same drain
+leaves. Effects that only another core or the log is interested in (`Notice`, each core's own events) need no
+such order. No core sends bytes, opens a file or writes a log.
 """
 
 from __future__ import annotations
