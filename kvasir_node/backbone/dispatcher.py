@@ -6,6 +6,10 @@ holder inside the same call, and only when no holder is left does the decode fai
 zero row (invariant 2). The router ran before this module is called: it takes ids as they come and decides
 nothing about them (invariant 1).
 
+A row that is not finite is no proof against its holder, since a model can overflow: the holder is a suspect
+until somebody else has computed the same row. It is given up when that one is finite; when it is not, or when
+there is nobody else, the call fails and no holder is given up.
+
 Where the hook asks for weighted sums, each holder's sums are kept apart until all have come and are then
 added up in one order, whoever was first; a lost holder's part is asked of others as a whole.
 
@@ -137,6 +141,17 @@ class _Sums:
     n_pairs: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    """What a holder has given in this call that is not finite."""
+
+    reason: str
+    bad: frozenset[int]
+    """Pairs of rows, or of sums, that are not finite."""
+    withheld: frozenset[int]
+    """All pairs of the replies in which these were: others are asked for them."""
+
+
 class _Authority:
     """The (epoch, term) that every dispatch names, and the next request id: kvasir_dispatch_authority."""
 
@@ -232,7 +247,7 @@ class Dispatcher:
         self._grouped = NO_PAIRS
         self._parts = _Parts(0)
         self._filled = 0
-        self._non_finite: set[int] = set()  # pairs of this call for which somebody gave a bad row
+        self._suspects: dict[int, _Suspect] = {}  # by place, in this call
         self._call: LayerCall  # the layer call being served; only meaningful inside __call__
         self._wire_type = WireType.F32  # how its rows travel
         self._answer = Answer.ROWS  # and what comes back
@@ -329,7 +344,7 @@ class Dispatcher:
         self._wire_type = self._wire_type_of(call)
         self._answer = Answer.SUMS if call.weights_address else Answer.ROWS
         self._filled = 0
-        self._non_finite.clear()
+        self._suspects.clear()
         self._sums.clear()
         n_pairs = call.n_tokens * call.n_slots
         if len(self._grouped.values) < n_pairs:
@@ -408,28 +423,42 @@ class Dispatcher:
         """The place that each expert's rows go to, shape [n_expert]; -1 where nobody is left."""
         table = self._tables.get(layer)
         if table is None:
-            values = np.full(self._manifest.n_expert, _NOBODY, dtype=np.int32)
-            for primaries_only in (False, True):
-                for index, place in enumerate(self._places):
-                    if place is not None:
-                        held = place.primary if primaries_only else place.shard
-                        values[list(held.experts_of(layer))] = index
-            table = self._tables[layer] = IndexBuffer(values)
+            table = self._tables[layer] = self._table_without(layer, frozenset())
         return table
 
-    def _assign(self, pairs: IndexBuffer | None, n_pairs: int, grouped: IndexBuffer, parts: _Parts) -> None:
+    def _table_without(self, layer: int, excluded: frozenset[int]) -> IndexBuffer:
+        """`_table` as it would be without these places."""
+        values = np.full(self._manifest.n_expert, _NOBODY, dtype=np.int32)
+        for primaries_only in (False, True):
+            for index, place in enumerate(self._places):
+                if place is not None and index not in excluded:
+                    held = place.primary if primaries_only else place.shard
+                    values[list(held.experts_of(layer))] = index
+        return IndexBuffer(values)
+
+    def _assign(
+        self,
+        pairs: IndexBuffer | None,
+        n_pairs: int,
+        grouped: IndexBuffer,
+        parts: _Parts,
+        excluded: frozenset[int] = frozenset(),
+    ) -> None:
         """Send pairs of the call, ascending, to their holders; None means all of them.
 
         ``grouped`` (room for n_pairs) and the frames in ``parts`` stay in use until the rows are back. All
-        workers get theirs before what is the backbone's own is computed.
+        workers get theirs before what is the backbone's own is computed. Places in ``excluded`` get none.
         """
-        table = self._table(self._call.layer)
+        layer = self._call.layer
+        table = self._table_without(layer, excluded) if excluded else self._table(layer)
         first_request_id = self._authority.next_request_id
         status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status > 0:
             parts.make_room(self._call.n_embd_in, self._answer)
             status = self._pack(table, pairs, n_pairs, grouped, parts)
         if status != 0:
+            if excluded and pairs:
+                self._require_other_holders(pairs, excluded)
             raise self._unassignable(pairs, n_pairs, table)
         self._authority.skip(len(parts.frames))
         own: list[tuple[int, LocalHolder, int, int]] = []
@@ -494,11 +523,54 @@ class Dispatcher:
         )
 
     def _assign_again(self, pairs: npt.NDArray[np.int32]) -> None:
-        """Send pairs whose holder has failed, ascending, to whoever else holds their experts."""
+        """Send pairs whose holder has failed, ascending, to whoever else holds their experts.
+
+        Whoever is suspected for one of them is not asked.
+        """
         self._rows_retried += len(pairs)
+        asked = frozenset(pairs.tolist()) if self._suspects else frozenset()
+        excluded = frozenset(
+            index
+            for index, suspect in self._suspects.items()
+            if self._places[index] is not None and not asked.isdisjoint(suspect.withheld)
+        )
         # Memory of its own: the call's frames may be half-way out, and this may happen more than once.
         grouped = IndexBuffer(np.zeros(len(pairs), dtype=np.int32))
-        self._assign(IndexBuffer(pairs.copy()), len(pairs), grouped, _Parts(len(self._places)))
+        again = IndexBuffer(pairs.copy())
+        self._assign(again, len(pairs), grouped, _Parts(len(self._places)), excluded)
+
+    def _require_other_holders(self, pairs: IndexBuffer, excluded: frozenset[int]) -> None:
+        """Raise `EngineFailed` if nobody is left for one of these pairs but those that are suspected.
+
+        Nothing then tells whether they compute wrongly or the model overflows.
+        """
+        call = self._call
+        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)[pairs.values]
+        others = self._table_without(call.layer, excluded).values[ids]
+        alone = pairs.values[(others == _NOBODY) & (self._table(call.layer).values[ids] != _NOBODY)]
+        if not len(alone):
+            return
+        bad = sorted(set().union(*(self._suspects[index].bad for index in excluded)))
+        if len(excluded) > 1:
+            raise self._overflow(bad[0])
+        (index,) = excluded
+        suspect = self._places[index]
+        assert suspect is not None
+        raise EngineFailed(
+            f"expert {self._expert_of(bad[0])} of layer {call.layer} gives non-finite values on "
+            f"{suspect.node_id}, and no other node is left to compute it"
+        )
+
+    def _overflow(self, pair: int) -> EngineFailed:
+        """The error for a pair for which two holders gave a row that is not finite."""
+        return EngineFailed(
+            f"expert {self._expert_of(pair)} of layer {self._call.layer} gives non-finite values on more "
+            "than one node"
+        )
+
+    def _expert_of(self, pair: int) -> int:
+        call = self._call
+        return int(_ids_at(call.ids_address, call.n_tokens * call.n_slots)[pair])
 
     def _unassignable(self, pairs: IndexBuffer | None, n_pairs: int, table: IndexBuffer) -> KvasirError:
         """The error for ids that name experts that nobody has, or that do not exist."""
@@ -609,10 +681,11 @@ class Dispatcher:
             )
             assert fault < 0, "the packer numbers rows one after another"
             rows = sums
-        bad = self._accept(rows.ctypes.data, len(rows), grouped, start, n_pairs)
-        if bad >= 0:
-            self._require_somebodys_fault(self._pairs_of(bad, grouped.values[start : start + n_pairs]))
+        pairs = grouped.values[start : start + n_pairs]
+        if self._accept(rows.ctypes.data, len(rows), grouped, start, n_pairs) >= 0:
+            self._require_fault(self._bad_pairs(rows.ctypes.data, len(rows), pairs))
             raise EngineFailed(f"the backbone's own experts gave a non-finite row in layer {call.layer}")
+        self._convict(pairs)
 
     def _accept(
         self, rows_address: int, n_results: int, indices: IndexBuffer, start: int, n_pairs: int
@@ -653,14 +726,6 @@ class Dispatcher:
         )
         if fault >= 0:
             raise EngineFailed(f"pair {fault} of layer {call.layer} is not in exactly one holder's sums")
-
-    def _pairs_of(self, row: int, pairs: PairIndices) -> PairIndices:
-        """Those of a request's pairs, ascending, that a row of its reply stands for."""
-        if self._answer is Answer.ROWS:
-            return pairs[row : row + 1]
-        tokens = pairs // self._call.n_slots
-        chosen: PairIndices = pairs[tokens == np.unique(tokens)[row]]
-        return chosen
 
     def _send(self, index: int) -> None:
         place = self._places[index]
@@ -716,7 +781,8 @@ class Dispatcher:
             # With nothing outstanding one read is due all the same: it is how an end of stream is noticed.
             while (request := holder.receive_reply()) is not None:
                 taken = True
-                if not self._take(index, holder, request) or not holder.outstanding:
+                self._take(index, holder, request)
+                if self._places[index] is not place or not holder.outstanding:
                     break
         except OSError as error:
             self._lose(index, "closed", str(error) or type(error).__name__)
@@ -726,48 +792,74 @@ class Dispatcher:
             return True
         return taken
 
-    def _take(self, index: int, holder: RemoteHolder, request: Request) -> bool:
-        """Use the rows that have come. Returns False when they cost the holder its place."""
+    def _take(self, index: int, holder: RemoteHolder, request: Request) -> None:
+        """Use the rows that have come."""
         n_pairs = request.n_pairs
         self._bytes_received += dispatch.HEADER_BYTES + dispatch.reply_payload_bytes(
             request.n_results, request.n_embd_out
         )
         if request.abandoned or not n_pairs:
-            return True
+            return
         holder.rate.learn(time.monotonic_ns() - request.submitted_ns - holder.rtt_ns, n_pairs)
         bad = self._accept(holder.payload_address, request.n_results, request.indices, request.start, n_pairs)
         if bad >= 0:
-            self._require_somebodys_fault(self._pairs_of(bad, request.pairs))
-            holder.outstanding.appendleft(request)
-            self._lose(index, "non_finite", f"row {bad} of layer {self._call.layer} is not finite")
-            return False
-        return True
+            bad_pairs = self._bad_pairs(holder.payload_address, request.n_results, request.pairs)
+            self._require_fault(bad_pairs)
+            self._suspect(index, bad, bad_pairs, request.pairs)
+        else:
+            self._convict(request.pairs)
 
-    def _require_somebodys_fault(self, pairs: PairIndices) -> None:
-        """Raise `EngineFailed` when a bad row for these pairs is no holder's fault: none could do better.
+    def _bad_pairs(self, address: int, n_results: int, pairs: PairIndices) -> frozenset[int]:
+        """Those of a request's pairs, ascending, whose rows, or tokens' sums, are not finite."""
+        n_embd_out = self._call.n_embd_out
+        results = np.ctypeslib.as_array((ctypes.c_float * (n_results * n_embd_out)).from_address(address))
+        bad = ~np.isfinite(results.reshape(n_results, n_embd_out)).all(axis=1)
+        if self._answer is Answer.SUMS:
+            _, result_of_pair = np.unique(pairs // self._call.n_slots, return_inverse=True)
+            bad = bad[result_of_pair]
+        return frozenset(pairs[bad].tolist())
+
+    def _require_fault(self, pairs: frozenset[int]) -> None:
+        """Raise `EngineFailed` when bad rows for these pairs are not a holder's fault: none could do better.
 
         That is so when the trunk's own activations or weights are not finite, or when somebody else has given
         a bad row for one of these pairs already. Several are pairs of one token, whose sum is bad.
         """
         call = self._call
-        pair = int(pairs[0])
-        row = pair if self._programs[call.program_index].input_per_slot else pair // call.n_slots
-        address = call.x_address + 4 * row * call.n_embd_in
-        x = np.ctypeslib.as_array((ctypes.c_float * call.n_embd_in).from_address(address))
-        if not np.isfinite(x).all():
-            raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
-        n_pairs = call.n_tokens * call.n_slots
+        for pair in sorted(pairs):
+            row = pair if self._programs[call.program_index].input_per_slot else pair // call.n_slots
+            address = call.x_address + 4 * row * call.n_embd_in
+            x = np.ctypeslib.as_array((ctypes.c_float * call.n_embd_in).from_address(address))
+            if not np.isfinite(x).all():
+                raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
         if self._answer is Answer.SUMS:
+            n_pairs = call.n_tokens * call.n_slots
             weights = np.ctypeslib.as_array((ctypes.c_float * n_pairs).from_address(call.weights_address))
-            if not np.isfinite(weights[pairs]).all():
+            if not np.isfinite(weights[sorted(pairs)]).all():
                 raise EngineFailed(f"the router's weights in layer {call.layer} are not finite")
-        again = [each for each in pairs.tolist() if each in self._non_finite]
+        again = [min(common) for each in self._suspects.values() if (common := pairs & each.bad)]
         if again:
-            expert = int(_ids_at(call.ids_address, n_pairs)[again[0]])
-            raise EngineFailed(
-                f"expert {expert} of layer {call.layer} gives non-finite values on more than one node"
-            )
-        self._non_finite.update(pairs.tolist())
+            raise self._overflow(min(again))
+
+    def _suspect(self, index: int, row: int, bad: frozenset[int], pairs: PairIndices) -> None:
+        """Ask somebody else for a reply's pairs, of which ``bad`` were not finite; that one's will tell."""
+        known = self._suspects.get(index)
+        withheld = frozenset(pairs.tolist())
+        if known is not None:
+            bad, withheld = bad | known.bad, withheld | known.withheld
+        self._suspects[index] = _Suspect(
+            f"row {row} of layer {self._call.layer} is not finite", bad, withheld
+        )
+        self._assign_again(np.sort(pairs))
+
+    def _convict(self, pairs: PairIndices) -> None:
+        """Give up every suspect for whose bad pairs somebody else has now given finite rows."""
+        if not self._suspects:
+            return
+        finite = frozenset(pairs.tolist())
+        for index, suspect in sorted(self._suspects.items()):
+            if not finite.isdisjoint(suspect.bad) and self._places[index] is not None:
+                self._lose(index, "non_finite", suspect.reason)
 
     def _lose_late(self) -> None:
         now_ns = time.monotonic_ns()

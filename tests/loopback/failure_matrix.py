@@ -130,7 +130,7 @@ CODES: Final[dict[Fault, str | None]] = {
     Fault.TWICE: "unexpected_reply",
     Fault.FOREIGN_REQUEST: "unexpected_reply",
     Fault.NAN: "non_finite",
-    Fault.NAN_TWICE: "non_finite",
+    Fault.NAN_TWICE: None,
     Fault.WRONG_SHAPE: "shape_invalid",
     Fault.FOREIGN_EXPERT: "refused_foreign_expert",
     Fault.WRONG_TERM: "refused_stale_term",
@@ -463,15 +463,18 @@ class FailureMatrix:
         if code is not None and cell.fault not in AT_CONNECTION:
             lost.append((faulty, code))
         if cell.moment is Moment.RETRY:
-            lost = [(early, "non_finite")] if cell.fault is Fault.NAN_TWICE else [(early, "closed"), *lost]
-        assert outcome.lost == lost, f"lost {outcome.lost}"
-        end = outcome.end
+            lost = [(early, "closed"), *lost]
         failure = None
         if cell.fault is Fault.NAN_TWICE:
             said = r"expert \d of layer \d gives non-finite values on more than one node"
-            failure = ("engine_failed", said)
+            failure, lost = ("engine_failed", said), []
+        elif cell.fault is Fault.NAN and cell.moment is Moment.ALONE:
+            said = rf"expert \d of layer \d gives non-finite values on {faulty}, and no other node .*"
+            failure, lost = ("engine_failed", said), []
         elif cell.moment is Moment.ALONE and lost:
             failure = ("no_holder_left", r"no holder is left for layer \d, experts [\d, ]+")
+        assert outcome.lost == lost, f"lost {outcome.lost}"
+        end = outcome.end
         if failure is None:
             assert end.reason == "length", end
             assert outcome.tokens == self.tokens, "the text is another one"
