@@ -50,6 +50,7 @@ from kvasir_proto.messages.local import (
     GenerateRequest,
     TokenEvent,
 )
+from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
 
 log = get_logger()
 
@@ -129,7 +130,13 @@ def resolve_model(
 
 
 def found_swarm(
-    home: Home, model: StoredModel, *, compact_activations: bool = False, partial_sums: bool = False
+    home: Home,
+    model: StoredModel,
+    *,
+    compact_activations: bool = False,
+    partial_sums: bool = False,
+    admission: AdmissionRule = "open",
+    electorate: ElectorateRule = "pinned",
 ) -> Founding:
     """Found a swarm for ``model`` in this home; see `SwarmManifest` for what it may be founded with.
 
@@ -142,6 +149,8 @@ def found_swarm(
             model.name,
             compact_activations=compact_activations,
             partial_sums=partial_sums,
+            admission=admission,
+            electorate=electorate,
         )
 
 

@@ -21,6 +21,8 @@ from kvasir_proto.ids import ModelDigest, node_id_of
 from kvasir_proto.limits import INT63_MAX, SIGNED_SIZE_MAX, UINT32_MAX
 from kvasir_proto.placement.plan import Plan, open_plan
 from kvasir_proto.swarm_manifest import (
+    AdmissionRule,
+    ElectorateRule,
     FoundedSwarm,
     SwarmManifest,
     Thresholds,
@@ -102,6 +104,8 @@ class SwarmFiles:
         *,
         compact_activations: bool = False,
         partial_sums: bool = False,
+        admission: AdmissionRule = "open",
+        electorate: ElectorateRule = "pinned",
     ) -> Founding:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 
@@ -116,17 +120,18 @@ class SwarmFiles:
             model_name=model_name,
             reference_class=REFERENCE_CLASS,
             thresholds=Thresholds(),
-            admission="open",
+            admission=admission,
             compact_activations=compact_activations,
             partial_sums=partial_sums,
             founder_public_key=public_key,
             recovery_public_key=recovery_key.public_key().public_bytes_raw(),
+            electorate=electorate,
         )
         signed = sign_swarm_manifest(manifest, node_key)
         swarm = open_swarm_manifest(signed)
         term = ProvenTerm(FOUNDING_EPOCH, FOUNDING_TERM, node_id_of(public_key))
-        electorate = founding_electorate(public_key)
-        proof = make_term_proof(electorate, term, [cast_vote(node_key, swarm.digest, electorate, term)])
+        alone = founding_electorate(public_key)
+        proof = make_term_proof(alone, term, [cast_vote(node_key, swarm.digest, alone, term)])
         self._write(_RECOVERY_KEY, recovery_key.private_bytes_raw())
         self._write(_MANIFEST, signed)
         self._write(_PROOF, proof)

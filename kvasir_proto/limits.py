@@ -89,6 +89,8 @@ EndReason: TypeAlias = Literal["length", "end_of_text", "cancelled", "failed"]
 """Why a session is over."""
 Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
 """The worst precision a backend measurably adds in, in one word."""
+Rank: TypeAlias = Literal["backbone", "output", "bulk"]
+"""A place in the forward pass that a node can fill."""
 
 # --- numbers ------------------------------------------------------------------------------------------------
 Port: TypeAlias = Annotated[int, Range(1, 65535)]

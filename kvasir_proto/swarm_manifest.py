@@ -20,6 +20,14 @@ from kvasir_proto.limits import Length, Probability, PublicKey, Range, Word
 from kvasir_proto.messages import Family
 from kvasir_proto.signing import SIGNED, sign, verify
 
+AUDITORS_MAX: Final = 16
+"""Keys of auditors that a manifest may name."""
+
+AdmissionRule: TypeAlias = Literal["open", "invite"]
+"""Anybody may be a member, or only who holds a credential."""
+ElectorateRule: TypeAlias = Literal["pinned", "open"]
+"""Electors are named by the founder's key and may crash, or others may vote too and some may lie."""
+
 _RelativeError: TypeAlias = Annotated[float, Range(0.0, 1.0)]
 _Divergence: TypeAlias = Annotated[float, Range(0.0, 100.0)]
 _ModelName: TypeAlias = Annotated[str, Length(1, 128)]
@@ -45,8 +53,11 @@ class Thresholds:
 class SwarmManifest:
     """The founding document of a swarm. `reference_class` names the activation formats its kernels share.
 
-    With `compact_activations` rows travel to holders in the smallest wire type that changes no result. With
-    `partial_sums` holders of bulk layers answer with weighted sums, which is equivalent and not exact.
+    `admission` says whether a member needs a credential, `electorate` how electors decide (`term_proof`), and
+    `certificates` whose word makes a node fit for a rank: its own, or that of auditors, who are the electors
+    and the holders of `auditor_public_keys`. With `compact_activations` rows travel to holders in the
+    smallest wire type that changes no result. With `partial_sums` holders of bulk layers answer with weighted
+    sums, which is equivalent and not exact.
     """
 
     kind: ClassVar[str] = "swarm_manifest"
@@ -54,11 +65,14 @@ class SwarmManifest:
     model_name: _ModelName
     reference_class: Word
     thresholds: Thresholds
-    admission: Literal["open", "invite"]
+    admission: AdmissionRule
     compact_activations: bool
     partial_sums: bool
     founder_public_key: PublicKey
     recovery_public_key: PublicKey
+    electorate: ElectorateRule = "pinned"
+    certificates: Literal["claimed", "verified"] = "claimed"
+    auditor_public_keys: Annotated[tuple[PublicKey, ...], Length(0, AUDITORS_MAX)] = ()
 
 
 SWARM_MANIFEST: Final = Family("swarm manifest", (SwarmManifest,), 16 << 10)

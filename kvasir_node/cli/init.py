@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from kvasir_node.cli.output import json_option, note, print_json, progress_on_st
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_proto.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
 
 
 def _mode_of(directory: Path) -> int | None:
@@ -38,6 +42,16 @@ def _mode_of(directory: Path) -> int | None:
     is_flag=True,
     help="For the swarm to found: let workers add up their weighted rows, not in the last layers. Not exact.",
 )
+@click.option(
+    "--admission",
+    type=click.Choice(("open", "invite")),
+    help="For the swarm to found: whether anybody may join it, or who was invited. Default: open.",
+)
+@click.option(
+    "--electorate",
+    type=click.Choice(("pinned", "open")),
+    help="For the swarm to found: electors are those you name, or others too. Default: pinned.",
+)
 @json_option
 @click.pass_obj
 def init(
@@ -46,6 +60,8 @@ def init(
     model: str | None,
     compact_activations: bool,
     partial_sums: bool,
+    admission: AdmissionRule | None,
+    electorate: ElectorateRule | None,
     as_json: bool,
 ) -> None:
     """Make this home's identity, and found a swarm with --found.
@@ -58,7 +74,13 @@ def init(
 
     if model is not None and not found:
         raise UsageError("--model is the model of a swarm to found: add --found")
-    for flag, is_set in (("--compact-activations", compact_activations), ("--partial-sums", partial_sums)):
+    rules = {
+        "--compact-activations": compact_activations,
+        "--partial-sums": partial_sums,
+        "--admission": admission is not None,
+        "--electorate": electorate is not None,
+    }
+    for flag, is_set in rules.items():
         if is_set and not found:
             raise UsageError(f"{flag} is a rule of a swarm to found: add --found")
     configuration = session.configure(model=model)
@@ -78,7 +100,12 @@ def init(
         with progress_on_stderr("reading the model") as progress:
             stored = app.resolve_model(home, configuration.model, progress, try_backbone_file)
         founding = app.found_swarm(
-            home, stored, compact_activations=compact_activations, partial_sums=partial_sums
+            home,
+            stored,
+            compact_activations=compact_activations,
+            partial_sums=partial_sums,
+            admission=admission or "open",
+            electorate=electorate or "pinned",
         )
         document |= {
             "swarm": founding.swarm.digest.hex(),

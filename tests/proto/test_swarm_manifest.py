@@ -12,7 +12,13 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest, SwarmDigest
 from kvasir_proto.signing import SIGNED, sign
-from kvasir_proto.swarm_manifest import SwarmManifest, Thresholds, open_swarm_manifest, sign_swarm_manifest
+from kvasir_proto.swarm_manifest import (
+    AUDITORS_MAX,
+    SwarmManifest,
+    Thresholds,
+    open_swarm_manifest,
+    sign_swarm_manifest,
+)
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes([1]) * 32)
@@ -52,9 +58,20 @@ def test_swarms_that_differ_anywhere_have_different_names() -> None:
             dataclasses.replace(MANIFEST, admission="invite"),
             dataclasses.replace(MANIFEST, thresholds=Thresholds(mean_kld_max=2e-3)),
             dataclasses.replace(MANIFEST, recovery_public_key=bytes(32)),
+            dataclasses.replace(MANIFEST, electorate="open"),
+            dataclasses.replace(MANIFEST, certificates="verified"),
+            dataclasses.replace(MANIFEST, auditor_public_keys=(bytes(32),)),
         )
     }
-    assert len(names) == 5
+    assert len(names) == 8
+
+
+def test_manifest_names_a_bounded_number_of_auditors() -> None:
+    keys = tuple(bytes([number]) * 32 for number in range(AUDITORS_MAX + 1))
+    named = dataclasses.replace(MANIFEST, auditor_public_keys=keys[:AUDITORS_MAX])
+    assert open_swarm_manifest(sign_swarm_manifest(named, KEY)).manifest == named
+    with pytest.raises(LocalProtocolError, match="auditor_public_keys"):
+        sign_swarm_manifest(dataclasses.replace(named, auditor_public_keys=keys), KEY)
 
 
 def test_manifest_of_another_swarm_is_refused() -> None:

@@ -55,6 +55,8 @@ def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
         ("init", "--model", "x"),
         ("init", "--compact-activations"),
         ("init", "--partial-sums"),
+        ("init", "--admission", "open"),
+        ("init", "--electorate", "pinned"),
         ("models", "add"),
         ("stop", "--timeout", "-1"),
         ("stop", "--timeout", "nan"),

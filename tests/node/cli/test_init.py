@@ -56,13 +56,25 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
     assert "Join" not in later.out
 
 
-@pytest.mark.parametrize("options", [(), ("--compact-activations",), ("--partial-sums",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--compact-activations",),
+        ("--partial-sums",),
+        ("--admission", "invite"),
+        ("--electorate", "open"),
+    ],
+)
 def test_what_a_swarm_is_founded_with_is_in_its_manifest(tmp_path: Path, options: tuple[str, ...]) -> None:
     model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
     assert call("init", "--found", "--model", str(model), *options, home=tmp_path / "home").status == 0
     swarm = open_swarm_manifest((tmp_path / "home" / "state" / "swarm-manifest").read_bytes())
     assert swarm.manifest.compact_activations is ("--compact-activations" in options)
     assert swarm.manifest.partial_sums is ("--partial-sums" in options)
+    assert swarm.manifest.admission == ("invite" if "--admission" in options else "open")
+    assert swarm.manifest.electorate == ("open" if "--electorate" in options else "pinned")
+    assert swarm.manifest.certificates == "claimed"
 
 
 def test_a_home_that_joined_a_swarm_founds_none(tmp_path: Path) -> None:

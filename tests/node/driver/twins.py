@@ -576,7 +576,7 @@ class World:
         return next(self._pids)
 
     def found(
-        self, number: int = 0, *, rules: Mapping[str, bool] | None = None, **settings: Any
+        self, number: int = 0, *, rules: Mapping[str, Any] | None = None, **settings: Any
     ) -> TwinFounder:
         """A founder that lives; ``settings`` as in `BackboneSettings`, ``rules`` as in `SwarmFiles.found`."""
         key = node_key(number)
