@@ -19,6 +19,7 @@ from kvasir_proto.limits import Length, Range
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
+from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
 from kvasir_proto.messages.swarm import SWARM
 from kvasir_proto.placement.plan import PLAN
 from kvasir_proto.signing import SIGNED
@@ -36,6 +37,8 @@ FAMILIES: tuple[Family[Any], ...] = (
     VOTE,
     TERM_PROOF,
     PLAN,
+    MEMBERSHIP,
+    RESERVED_INCARNATIONS,
 )
 MEMBERS = tuple((family, member) for family in FAMILIES for member in family.members)
 MEMBER_IDS = tuple(f"{family.name.replace(' ', '_')}-{member.kind}" for family, member in MEMBERS)

@@ -1,0 +1,240 @@
+"""All known members, and a digest of them that two nodes can compare bucket by bucket.
+
+An entry holds the claim that won, and beside it what this node alone has seen of the member. The digest of a
+bucket is the sum of a hash of each live member's claim (suspicion left out: it comes and goes), kept up to
+date with every change, so that comparing costs nothing. Tombstones are kept in the order of their deaths and
+are in no digest: two nodes may forget one at different times. What news means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from kvasir_proto.ids import NodeId, public_key_of
+from kvasir_proto.instants import Duration, Instant
+from kvasir_proto.membership.states import LIVE, Claim
+from kvasir_proto.messages.membership import (
+    ACCUSER_SIZE,
+    BUCKET_DIGEST_SIZE,
+    BUCKETS,
+    MemberState,
+    MemberUpdate,
+    pack_update,
+)
+
+Path: TypeAlias = Literal["unknown", "direct", "indirect"]
+"""Whether the member answers this node itself, only others, or was never probed by this node."""
+Condition: TypeAlias = Literal["well", "slow", "indirect", "clock_wrong", "conflicted"]
+"""What is odd about a live member, the oddest thing first to be named last here."""
+
+NOBODY: Final = bytes(ACCUSER_SIZE)
+_SUM_MASK: Final = (1 << (8 * BUCKET_DIGEST_SIZE)) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a node knows of a member, for status: `rtt` and `clock_offset` are None until measured.
+
+    `last_seen` is when a message came from itself; None for members this node only hears of.
+    """
+
+    node_id: NodeId
+    state: MemberState
+    path: Path
+    condition: Condition
+    reason: str
+    rtt: Duration | None
+    clock_offset: Duration | None
+    last_seen: Instant | None
+    incarnation: int
+    record_sequence: int
+    record_digest: bytes
+
+
+class Suspicion:
+    """A member's time to refute is running."""
+
+    __slots__ = ("accusers", "deadline", "started")
+
+    def __init__(self, started: Instant, accuser: bytes) -> None:
+        self.started = started
+        self.accusers = {accuser}
+        self.deadline = started
+
+
+class Entry:
+    """One member: the claim that won, and what this node has seen itself."""
+
+    __slots__ = (
+        "accuser",
+        "alternation_started",
+        "alternations",
+        "claim",
+        "clock_wrong",
+        "conflicted_until",
+        "corrected",
+        "heard_instance",
+        "key",
+        "last_seen",
+        "misses",
+        "node_id",
+        "packed",
+        "path",
+        "previous_instance",
+        "probe",
+        "reason",
+        "rtt",
+        "rtt_variation",
+        "share",
+        "slow",
+        "suspicion",
+        "told",
+    )
+
+    def __init__(self, node_id: NodeId, claim: Claim) -> None:
+        self.node_id = node_id
+        self.key = public_key_of(node_id)
+        self.claim = claim
+        self.accuser = NOBODY
+        self.packed = b""
+        self.share = 0
+        self.path: Path = "unknown"
+        self.rtt: Duration | None = None
+        self.rtt_variation = Duration(0)
+        self.slow = False
+        self.clock_wrong = False
+        self.last_seen: Instant | None = None
+        self.suspicion: Suspicion | None = None
+        self.probe = 0
+        self.misses = 0
+        self.heard_instance = b""
+        self.previous_instance = b""
+        self.alternations = 0
+        self.alternation_started = Instant(0)
+        self.conflicted_until: Instant | None = None
+        self.corrected: Instant | None = None
+        self.reason = ""
+        self.told: tuple[MemberState, Condition] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it counts as a member, rather than as a tombstone."""
+        return self.claim.state in LIVE
+
+    @property
+    def condition(self) -> Condition:
+        """The oddest thing about it."""
+        if self.conflicted_until is not None:
+            return "conflicted"
+        if self.clock_wrong:
+            return "clock_wrong"
+        if self.path == "indirect":
+            return "indirect"
+        return "slow" if self.slow else "well"
+
+
+class Table:
+    """Every member by id and by key, with bucket digests."""
+
+    def __init__(self, members_max: int) -> None:
+        self._members_max = members_max
+        self._entries: dict[NodeId, Entry] = {}
+        self._by_key: dict[bytes, Entry] = {}
+        self._buckets: list[dict[bytes, Entry]] = [{} for _ in range(BUCKETS)]
+        self._sums = [0] * BUCKETS
+        self.digests = [bytes(BUCKET_DIGEST_SIZE)] * BUCKETS
+        self.live_count = 0
+        self.tombstones: dict[NodeId, Instant] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, node_id: NodeId) -> Entry:
+        return self._entries[node_id]
+
+    def get(self, node_id: NodeId) -> Entry | None:
+        """The member's entry, if it is known."""
+        return self._entries.get(node_id)
+
+    def with_key(self, key: bytes) -> Entry | None:
+        """The entry of the member with this public key, if it is known."""
+        return self._by_key.get(key)
+
+    def in_order(self) -> list[Entry]:
+        """All entries, by node id."""
+        return [self._entries[node_id] for node_id in sorted(self._entries)]
+
+    def bucket(self, index: int) -> list[Entry]:
+        """A bucket's entries, tombstones included, by key."""
+        bucket = self._buckets[index]
+        return [bucket[key] for key in sorted(bucket)]
+
+    def add(self, entry: Entry, claim: Claim, accuser: bytes) -> NodeId | None:
+        """Enter a new member. If the table was full, its oldest tombstone gives way and is named.
+
+        Raises `OverflowError` if nobody in a full table is dead.
+        """
+        forgotten = None
+        if len(self._entries) >= self._members_max:
+            forgotten = next(iter(self.tombstones), None)
+            if forgotten is None:
+                raise OverflowError("the table is full of live members")
+            self.remove(forgotten)
+        self._entries[entry.node_id] = entry
+        self._by_key[entry.key] = entry
+        self._buckets[entry.key[0] % BUCKETS][entry.key] = entry
+        if claim.state in LIVE:
+            self.live_count += 1
+        self._write(entry, claim, accuser)
+        return forgotten
+
+    def put(self, entry: Entry, claim: Claim, accuser: bytes, now: Instant) -> None:
+        """A known member's claim has changed."""
+        was_live, is_live = entry.is_live, claim.state in LIVE
+        self._write(entry, claim, accuser)
+        if was_live and not is_live:
+            self.live_count -= 1
+            self.tombstones[entry.node_id] = now
+        elif is_live and not was_live:
+            self.live_count += 1
+            del self.tombstones[entry.node_id]
+
+    def remove(self, node_id: NodeId) -> None:
+        """Forget a tombstone."""
+        entry = self._entries.pop(node_id)
+        del self._by_key[entry.key]
+        del self._buckets[entry.key[0] % BUCKETS][entry.key]
+        del self.tombstones[node_id]
+
+    def _write(self, entry: Entry, claim: Claim, accuser: bytes) -> None:
+        entry.claim = claim
+        entry.accuser = accuser
+        entry.packed = pack_update(
+            MemberUpdate(
+                entry.node_id,
+                claim.state,
+                claim.incarnation,
+                claim.instance,
+                accuser,
+                claim.record_sequence,
+                claim.record_digest,
+            )
+        )
+        share = 0
+        if claim.state in LIVE:
+            said = b"%b%d.%b%d.%b" % (
+                entry.key,
+                claim.incarnation,
+                claim.instance,
+                claim.record_sequence,
+                claim.record_digest,
+            )
+            hashed = hashlib.blake2b(said, digest_size=BUCKET_DIGEST_SIZE).digest()
+            share = int.from_bytes(hashed, "big")
+        if share != entry.share:
+            index = entry.key[0] % BUCKETS
+            self._sums[index] = (self._sums[index] + share - entry.share) & _SUM_MASK
+            self.digests[index] = self._sums[index].to_bytes(BUCKET_DIGEST_SIZE, "big")
+            entry.share = share

@@ -1,0 +1,481 @@
+"""One core at a time: what it persists, refuses, refutes, and says about odd members."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvasir_proto.codec import decode
+from kvasir_proto.effects import Now, Persist, Send
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId
+from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.membership.core import (
+    AnnounceRecord,
+    ClockSuspected,
+    ConnectionLost,
+    Leave,
+    MemberChanged,
+    MembershipCore,
+    RecordHint,
+    Seed,
+    SelfConflicted,
+)
+from kvasir_proto.membership.options import INCARNATION_BLOCK, INCARNATION_STEP_MAX, LAN, MEMBERS_MAX
+from kvasir_proto.messages.membership import (
+    BUCKET_DIGEST_SIZE,
+    BUCKETS,
+    INCARNATION_MAX,
+    RESERVED_INCARNATIONS,
+    UPDATE_SIZE,
+    Ack,
+    Departure,
+    Gossip,
+    MemberState,
+    MemberUpdate,
+    Ping,
+    PingRequest,
+    ProbeResult,
+    ViewPart,
+    ViewRequest,
+    pack_update,
+    unpack_update,
+)
+from tests.proto.membership.simulation import EPOCH_WALL, MILLISECOND, NODE_IDS, SECOND
+
+ME, ONE, TWO, THREE = NODE_IDS[:4]
+RUN = b"instance"
+
+
+class Lone:
+    """One core, a clock moved by hand, and what it said."""
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.now = 0
+        self.said: list[Any] = []
+        self.core = MembershipCore(
+            node_id=ME, options=LAN, stored=stored, entropy=random.Random(1), now=self._clock()
+        )
+        self._take()
+
+    def _clock(self) -> Now:
+        return Now(Instant(self.now), WallTime(EPOCH_WALL + self.now))
+
+    def _take(self) -> list[Any]:
+        new = list(self.core.drain())
+        self.said += new
+        return new
+
+    def hears(self, message: Any, sender: NodeId) -> list[Any]:
+        self.core.receive(message, sender, self._clock())
+        return self._take()
+
+    def is_asked(self, request: Any) -> list[Any]:
+        self.core.command(request, self._clock())
+        return self._take()
+
+    def waits(self, duration_ns: int) -> list[Any]:
+        end, said = self.now + duration_ns, []
+        while (due := self.core.next_deadline()) is not None and due <= end:
+            self.now = max(due, self.now)
+            self.core.tick(self._clock())
+            said += self._take()
+        self.now = end
+        return said
+
+    def sleeps(self, duration_ns: int) -> list[Any]:
+        """The clock goes on and nobody calls."""
+        self.now += duration_ns
+        self.core.tick(self._clock())
+        return self._take()
+
+
+def claim(
+    node_id: NodeId,
+    state: MemberState = "alive",
+    incarnation: int = 1,
+    sequence: int = 0,
+    accuser: bytes = bytes(4),
+) -> bytes:
+    return pack_update(MemberUpdate(node_id, state, incarnation, RUN, accuser, sequence, bytes(32)))
+
+
+def gossip(*claims: bytes, incarnation: int = 1, instance: bytes = RUN) -> Gossip:
+    return Gossip(incarnation, instance, b"".join(claims))
+
+
+def messages(said: list[Any], kind: type[Any], to: NodeId | None = None) -> list[Any]:
+    return [
+        each.message
+        for each in said
+        if isinstance(each, Send) and isinstance(each.message, kind) and to in (None, each.to)
+    ]
+
+
+def of_type(said: list[Any], kind: type[Any]) -> list[Any]:
+    return [each for each in said if isinstance(each, kind)]
+
+
+def claims_in(message: Any) -> list[MemberUpdate]:
+    data = message.updates
+    return [unpack_update(data[at : at + UPDATE_SIZE]) for at in range(0, len(data), UPDATE_SIZE)]
+
+
+def state_of(lone: Lone, node_id: NodeId) -> str:
+    member = lone.core.member(node_id)
+    return "unknown" if member is None else member.state
+
+
+# --- incarnations -------------------------------------------------------------------------------------------
+
+
+def test_incarnations_are_on_disk_in_blocks_before_they_are_used() -> None:
+    lone = Lone()
+    (first,) = of_type(lone.said, Persist)
+    assert first.slot == "incarnation"
+    assert decode(first.data, RESERVED_INCARNATIONS).first_free > lone.core.incarnation
+    for _ in range(3 * INCARNATION_BLOCK):
+        said = lone.hears(gossip(claim(ME, "suspect", lone.core.incarnation)), ONE)
+        reserved = decode(of_type(lone.said, Persist)[-1].data, RESERVED_INCARNATIONS).first_free
+        assert lone.core.incarnation < reserved
+        kinds = [type(each) for each in said]
+        assert Persist not in kinds or kinds.index(Persist) == 0 or Send not in kinds[: kinds.index(Persist)]
+    assert len(of_type(lone.said, Persist)) <= 5
+
+    again = Lone(of_type(lone.said, Persist)[-1].data)
+    assert again.core.incarnation > lone.core.incarnation
+
+
+def test_stored_bytes_of_another_kind_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        Lone(b"nonsense")
+
+
+@pytest.mark.parametrize("state", ["suspect", "dead", "left"])
+def test_an_accused_node_refutes_with_a_higher_incarnation(state: MemberState) -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    before = lone.core.incarnation
+    said = lone.hears(Ping(7, 1, RUN, claim(ME, state, before + 3)), ONE)
+    assert lone.core.incarnation == before + 4
+    (ack,) = messages(said, Ack, ONE)
+    assert ack.incarnation == before + 4
+
+
+def test_stale_accusations_are_not_worth_an_incarnation() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(ME, "dead", 9)), ONE)
+    assert lone.core.incarnation == 10
+    for _ in range(5):
+        lone.hears(gossip(claim(ME, "dead", 9)), ONE)
+    assert lone.core.incarnation == 10
+
+
+def test_a_liar_cannot_use_up_the_incarnations_of_others() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.hears(gossip(), TWO)
+    lone.hears(gossip(claim(TWO, "dead", 1 + INCARNATION_STEP_MAX + 1)), ONE)
+    assert state_of(lone, TWO) == "alive"
+    lone.hears(gossip(claim(ME, "dead", INCARNATION_MAX)), ONE)
+    assert lone.core.incarnation == 1
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+def test_malformed_claims_cost_the_sender_and_change_nothing() -> None:
+    lone = Lone()
+    before = lone.core.table_digest()
+    for data in (claim(ONE)[:-1], claim(ONE) + b"\0", claim(ONE)[:32] + b"\x09" + claim(ONE)[33:]):
+        with pytest.raises(RemoteProtocolError):
+            lone.core.receive(Gossip(1, RUN, data), TWO, Now(Instant(0), WallTime(0)))
+    assert lone.core.table_digest() == before
+    assert lone.core.members() == ()
+
+
+def test_death_of_a_stranger_is_no_news() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(ONE, "dead"), claim(TWO, "left")), THREE)
+    assert [each.node_id for each in lone.core.members()] == [THREE]
+
+
+def test_old_deaths_are_forgotten_and_the_lost_are_tried_for_ever() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.waits(30 * SECOND)
+    assert state_of(lone, ONE) == "dead"
+    lone.waits(LAN.tombstone_lifetime)
+    assert state_of(lone, ONE) == "unknown"
+    tries = messages(lone.waits(100 * SECOND), Ping, ONE)
+    assert 15 <= len(tries) <= 21
+
+
+def test_a_full_table_refuses_the_newcomer_and_says_so_once() -> None:
+    lone = Lone()
+    keys = [random.Random(number).randbytes(32) for number in range(10_000, 10_000 + MEMBERS_MAX + 20)]
+    blank = claim(ONE)[32:]
+    for start in range(0, len(keys), 8):
+        lone.hears(gossip(*(key + blank for key in keys[start : start + 8])), ONE)
+    assert len(lone.core.members()) == MEMBERS_MAX - 1
+    assert sum(getattr(each, "event", "") == "members_full" for each in lone.said) == 1
+
+
+# --- probes -------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_a_hint_and_no_verdict() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO), claim(THREE)), ONE)
+    said = lone.is_asked(ConnectionLost(ONE))
+    (ping,) = messages(said, Ping, ONE)
+    assert state_of(lone, ONE) == "alive"
+    said = lone.is_asked(ConnectionLost(ONE))  # dialling failed as well: ask others at once
+    assert {each.to for each in said if isinstance(each, Send)} == {TWO, THREE}
+    lone.hears(Ack(ping.sequence, EPOCH_WALL, 1, RUN, b""), ONE)
+    assert state_of(lone, ONE) == "alive"
+    assert lone.is_asked(ConnectionLost(NODE_IDS[9])) == []
+
+
+def test_helpers_that_all_say_no_end_the_wait() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO), claim(THREE)), ONE)
+    lone.is_asked(ConnectionLost(ONE))
+    request = messages(lone.is_asked(ConnectionLost(ONE)), PingRequest)[0]
+    for helper in (TWO, THREE):
+        lone.hears(ProbeResult(request.sequence, ONE, False, 1, RUN, b""), helper)
+    assert state_of(lone, ONE) == "suspect"
+
+
+def test_a_result_from_nobody_asked_counts_for_nothing() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO)), ONE)
+    lone.is_asked(ConnectionLost(ONE))
+    request = messages(lone.is_asked(ConnectionLost(ONE)), PingRequest)[0]
+    lone.hears(ProbeResult(request.sequence, ONE, False, 1, RUN, b""), THREE)
+    lone.hears(ProbeResult(request.sequence, TWO, False, 1, RUN, b""), TWO)
+    lone.hears(Ack(request.sequence, EPOCH_WALL, 1, RUN, b""), TWO)
+    assert state_of(lone, ONE) == "alive"
+
+
+def test_probes_for_others_are_answered_either_way() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO)), ONE)
+    (ping,) = messages(lone.hears(PingRequest(5, TWO, 1, RUN, b""), ONE), Ping, TWO)
+    (result,) = messages(lone.hears(Ack(ping.sequence, EPOCH_WALL, 1, RUN, b""), TWO), ProbeResult, ONE)
+    assert (result.sequence, result.target, result.reached) == (5, TWO, True)
+
+    lone.hears(PingRequest(6, TWO, 1, RUN, b""), ONE)
+    results = messages(lone.waits(SECOND), ProbeResult, ONE)
+    assert [(each.sequence, each.reached) for each in results] == [(6, False)]
+
+    (result,) = messages(lone.hears(PingRequest(7, NODE_IDS[9], 1, RUN, b""), ONE), ProbeResult)
+    assert not result.reached
+
+
+def test_nobody_is_accused_for_what_was_missed_in_a_pause() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO, "suspect")), ONE)
+    lone.waits(SECOND // 2)
+    before = lone.core.incarnation
+    said = lone.sleeps(60 * SECOND)
+    assert "node_paused" in [getattr(each, "event", "") for each in said]
+    assert lone.core.incarnation == before + 1
+    assert [(state_of(lone, ONE)), state_of(lone, TWO)] == ["alive", "suspect"]
+    assert messages(said, Gossip)  # and it says at once that it is back
+
+
+def test_a_late_tick_postpones_a_verdict_once() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.is_asked(ConnectionLost(ONE))
+    lone.sleeps(SECOND)  # the probe's time is over by half a second: answers may lie unread
+    assert state_of(lone, ONE) == "alive"
+    lone.waits(5 * SECOND)
+    assert state_of(lone, ONE) != "alive"
+
+
+# --- odd members --------------------------------------------------------------------------------------------
+
+
+def answered(lone: Lone, duration_ns: int, skews: dict[NodeId, int], delay_ns: int = MILLISECOND) -> None:
+    """These answer every ping, with their clocks."""
+    end = lone.now + duration_ns
+    while lone.now < end:
+        due = lone.core.next_deadline()
+        assert due is not None
+        for send in lone.waits(max(due - lone.now, 1)):
+            if isinstance(send, Send) and isinstance(send.message, Ping) and send.to in skews:
+                lone.waits(delay_ns)
+                wall = EPOCH_WALL + lone.now - delay_ns // 2 + skews[send.to]
+                lone.hears(Ack(send.message.sequence, wall, 1, RUN, b""), send.to)
+
+
+def test_wrong_clock_of_one_member_is_named_and_of_ours_too() -> None:
+    lone = Lone()
+    skews = dict.fromkeys(NODE_IDS[1:5], 0) | {NODE_IDS[5]: -600 * SECOND}
+    for name in skews:
+        lone.hears(gossip(), name)
+    answered(lone, 15 * SECOND, skews)
+    assert [each.node_id for each in lone.core.members() if each.condition == "clock_wrong"] == [NODE_IDS[5]]
+    member = lone.core.member(NODE_IDS[5])
+    assert member is not None
+    assert member.clock_offset is not None
+    assert abs(member.clock_offset + 600 * SECOND) < SECOND // 100
+    assert of_type(lone.said, ClockSuspected) == []
+
+    answered(lone, 15 * SECOND, dict.fromkeys(skews, 300 * SECOND))
+    (suspected,) = of_type(lone.said, ClockSuspected)
+    assert abs(suspected.offset - 300 * SECOND) < SECOND // 100
+    answered(lone, 15 * SECOND, dict.fromkeys(skews, 0))
+    assert of_type(lone.said, ClockSuspected)[-1].offset is None
+    assert {each.condition for each in lone.core.members()} == {"well"}
+
+
+def test_slow_link_is_measured_named_and_given_time() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    answered(lone, 30 * SECOND, {ONE: 0}, delay_ns=300 * MILLISECOND)
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert (member.state, member.condition, member.path) == ("alive", "slow", "direct")
+    assert member.rtt is not None
+    assert abs(member.rtt - 300 * MILLISECOND) < 5 * MILLISECOND
+    assert not [each for each in of_type(lone.said, MemberChanged) if each.state != "alive"]
+
+
+def test_one_id_in_two_instances_by_turns_is_a_conflict_and_a_restart_is_none() -> None:
+    lone = Lone()
+    lone.hears(gossip(instance=b"run one "), ONE)
+    lone.waits(SECOND)
+    lone.hears(gossip(incarnation=65, instance=b"run two "), ONE)
+    lone.hears(gossip(instance=b"run one "), ONE)  # still under way
+    lone.hears(gossip(incarnation=65, instance=b"run two "), ONE)
+    lone.waits(SECOND // 10)
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert member.condition == "well"
+    for number in range(6):
+        lone.waits(SECOND // 2)
+        lone.hears(gossip(incarnation=66 + number, instance=b"run one " if number % 2 else b"run two "), ONE)
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert member.condition == "conflicted"
+    changed = of_type(lone.said, MemberChanged)
+    assert "two processes" in changed[-1].reason
+
+
+def test_one_incarnation_of_two_instances_is_a_conflict_at_once_and_is_forgotten_later() -> None:
+    lone = Lone()
+    lone.hears(gossip(incarnation=5, instance=b"run one "), ONE)
+    lone.hears(gossip(claim(ONE, "alive", 5)), TWO)
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert member.condition == "conflicted"
+    answered(lone, LAN.conflict_memory + 11 * SECOND, {ONE: 0, TWO: 0})
+    assert "conflicted" not in [each.condition for each in lone.core.members()]
+
+
+def test_an_echo_of_an_earlier_run_is_outdone_and_a_twin_is_told() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(ME, "alive", 70)), ONE)
+    assert lone.core.incarnation == 71
+    for _ in range(20):
+        lone.waits(SECOND)
+        lone.hears(gossip(claim(ME, "alive", 70)), ONE)
+    assert of_type(lone.said, SelfConflicted) == []
+
+    for _ in range(8):
+        lone.waits(SECOND)
+        lone.hears(gossip(claim(ME, "alive", lone.core.incarnation + 1)), ONE)
+    (conflicted,) = of_type(lone.said, SelfConflicted)
+    assert conflicted.instance == RUN
+
+
+def test_a_twin_that_speaks_to_us_is_told_too() -> None:
+    lone = Lone()
+    for _ in range(5):
+        lone.waits(SECOND)
+        lone.hears(Ping(1, lone.core.incarnation, RUN, b""), ME)
+    assert len(of_type(lone.said, SelfConflicted)) == 1
+
+
+# --- records, leaving, joining ------------------------------------------------------------------------------
+
+
+def test_newest_record_is_hinted_at_once() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(ONE, sequence=3)), TWO)
+    lone.hears(gossip(claim(ONE, sequence=3), claim(ONE, sequence=2)), THREE)
+    lone.hears(gossip(claim(ONE, sequence=4)), THREE)
+    hints = of_type(lone.said, RecordHint)
+    assert [(each.node_id, each.sequence, each.from_node) for each in hints] == [
+        (ONE, 3, TWO),
+        (ONE, 4, THREE),
+    ]
+
+
+def test_own_record_is_announced_and_a_lie_about_it_is_outdone() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.waits(SECOND)
+    said = lone.is_asked(AnnounceRecord(4, b"d" * 32))
+    own = [each for message in messages(said, Gossip) for each in claims_in(message) if each.node_id == ME]
+    assert {(each.record_sequence, each.record_digest) for each in own} == {(4, b"d" * 32)}
+    before = lone.core.incarnation
+    lie = MemberUpdate(ME, "alive", before, own[0].instance, bytes(4), 999, bytes(32))
+    lone.hears(gossip(pack_update(lie)), ONE)
+    assert lone.core.incarnation == before + 1
+
+
+def test_leaving_is_said_and_then_there_is_silence() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(TWO)), ONE)
+    said = lone.is_asked(Leave("maintenance"))
+    assert {each.to for each in said if isinstance(each, Send)} == {ONE, TWO}
+    assert {each.reason for each in messages(said, Departure)} == {"maintenance"}
+    assert lone.core.next_deadline() is None
+    assert lone.hears(gossip(claim(ME, "dead", 1)), ONE) == []
+
+    other = Lone()
+    other.hears(gossip(), ONE)
+    other.hears(Departure("maintenance", 1, RUN, b""), ONE)
+    (change,) = [each for each in of_type(other.said, MemberChanged) if each.state == "left"]
+    assert "maintenance" in change.reason
+    other.waits(30 * SECOND)
+    assert state_of(other, ONE) == "left"
+
+
+def test_who_is_believed_dead_and_speaks_is_told_so() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.hears(gossip(claim(ONE, "dead")), TWO)
+    (ack,) = messages(lone.hears(Ping(9, 1, RUN, b""), ONE), Ack, ONE)
+    assert (ONE, "dead") in [(each.node_id, each.state) for each in claims_in(ack)]
+    assert state_of(lone, ONE) == "dead"
+    lone.hears(gossip(incarnation=2), ONE)
+    assert state_of(lone, ONE) == "alive"
+
+
+def test_seeds_are_asked_with_growing_patience() -> None:
+    lone = Lone()
+    said = lone.is_asked(Seed((ONE, TWO, ME)))
+    assert [each.to for each in said if isinstance(each, Send)] == [ONE, TWO]
+    assert {type(each.message) for each in said if isinstance(each, Send)} == {ViewRequest}
+    requests = messages(lone.waits(120 * SECOND), ViewRequest)
+    assert 10 <= len(requests) <= 20
+
+
+def test_table_is_given_in_bounded_parts_and_only_where_it_differs() -> None:
+    lone = Lone()
+    for name in NODE_IDS[2:302]:
+        lone.hears(gossip(claim(name)), TWO)
+    blank = bytes(BUCKETS * BUCKET_DIGEST_SIZE)
+    parts = messages(lone.hears(ViewRequest(blank, 1, RUN), ONE), ViewPart, ONE)
+    assert 1 <= len(parts) <= LAN.answer_parts_max
+    assert parts[-1].remaining > 0
+    assert [each.ends_answer for each in parts] == [False] * (len(parts) - 1) + [True]
+    parts = messages(lone.hears(ViewRequest(lone.core.table_digest(), 1, RUN), ONE), ViewPart, ONE)
+    assert [(each.updates, each.remaining, each.ends_answer) for each in parts] == [(b"", 0, True)]
