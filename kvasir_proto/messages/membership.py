@@ -218,4 +218,4 @@ class ReservedIncarnations:
     first_free: Incarnation
 
 
-RESERVED_INCARNATIONS: Final = Family("reserved incarnations", (ReservedIncarnations,), 256)
+RESERVED_INCARNATIONS: Final = Family("reserved incarnations", (ReservedIncarnations,), 4 << 10)
