@@ -28,6 +28,7 @@ from kvasir_proto.errors import (
     DaemonUnreachable,
     EngineFailed,
     KvasirError,
+    ModelAborted,
     NotRunning,
     ProtocolError,
     RemoteProtocolError,
@@ -37,7 +38,6 @@ from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.messages.local import (
     LOCAL,
-    USAGE_ERROR,
     EvaluateReply,
     EvaluateRequest,
     GenerateEnd,
@@ -325,4 +325,5 @@ async def collect_text(
 
 def _error_of(refusal: Refusal) -> KvasirError:
     """The daemon's refusal as the error that ends a command."""
-    return UsageError(refusal.reason) if refusal.code == USAGE_ERROR else EngineFailed(refusal.reason)
+    kind = next((each for each in (UsageError, ModelAborted) if each("").code == refusal.code), EngineFailed)
+    return kind(refusal.reason)

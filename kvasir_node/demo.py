@@ -92,23 +92,10 @@ class DemoReporter:
 async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) -> dict[str, Any]:
     """Run it in ``directory``, which is its own; the report that `demo --json` prints.
 
-    Raises `EngineFailed` when the swarm does not come up or loses the session, or SIGTERM comes.
+    Raises `EngineFailed` when the swarm does not come up or loses the session.
     """
-    result: dict[str, Any] = {}
-    with trio.open_signal_receiver(signal.SIGTERM) as signals:
-        async with open_unwrapping_nursery() as nursery:
-
-            async def demonstrate() -> None:
-                async with _open_swarm(options.n_workers, directory, report.say) as nodes:
-                    result.update(await _demonstrate(options, nodes, directory, report))
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(demonstrate)
-            async for _ in signals:
-                nursery.cancel_scope.cancel()
-    if not result:
-        raise EngineFailed("the demonstration was told to stop")
-    return result
+    async with _open_swarm(options.n_workers, directory, report.say) as nodes:
+        return await _demonstrate(options, nodes, directory, report)
 
 
 async def _demonstrate(

@@ -215,7 +215,8 @@ async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Samp
                 return Generation(tokenized.token_ids, tuple(tokens), event.tokens_per_second)
             case _:
                 pass  # what an engine says about holders is its dispatcher's to act on
-    raise EngineFailed(f"the engine ended: {await engine.wait_ended()}")
+    reason = await engine.wait_ended()
+    raise engine.end_error(f"the engine ended: {reason}")
 
 
 async def _load_trunk(

@@ -90,8 +90,8 @@ def locate(home: Path | None, environment: Mapping[str, str]) -> Locations:
     """The paths of the home named by `--home`, or by the environment if `home` is None.
 
     The same arguments give the same paths, so a command finds the socket of the daemon that was started
-    likewise. Raises `ConfigurationInvalid` when no home can be found, or none of the places for the socket
-    is short enough.
+    likewise. Raises `ConfigurationInvalid` when no home can be found, a path is not UTF-8, or none of the
+    places for the socket is short enough.
     """
     if home is None and environment.get("KVASIR_HOME"):
         home = Path(environment["KVASIR_HOME"])
@@ -118,7 +118,14 @@ def locate(home: Path | None, environment: Mapping[str, str]) -> Locations:
         }
         system_runtime = _system_runtime(environment)
         first_choice = state / "run" if system_runtime is None else system_runtime
-    return Locations(**places, runtime=_runtime(first_choice, places["data"], environment))
+    found = Locations(**places, runtime=_runtime(first_choice, places["data"], environment))
+    for path in found.named().values():
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            # Engines, logs and documents are told paths as text.
+            raise ConfigurationInvalid(f"the path {path} is not valid UTF-8: choose another --home") from None
+    return found
 
 
 def _xdg(environment: Mapping[str, str], variable: str, default: Path) -> Path:

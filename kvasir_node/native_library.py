@@ -37,6 +37,9 @@ _LIBRARY_NAMES: Final = {
     "darwin": (b"libggml-base.0.dylib", b"libggml-cpu.0.dylib", b"libggml.0.dylib"),
 }
 
+AbortCallback = ctypes.CFUNCTYPE(None, c_char_p)
+"""C's view of what ggml calls before it ends the process: with the place in its source, and what failed."""
+
 LayerCallback = ctypes.CFUNCTYPE(c_int32, c_void_p)
 """C's view of a layer callback: address of a `kvasir_layer_call` in, one of the `LAYER_` codes out."""
 
@@ -156,7 +159,10 @@ class NativeLibrary:
 
 
 class GgmlLibrary:
-    """The few functions of ggml itself that tell of its devices. Addresses are integers, never None for 0."""
+    """The few functions of ggml itself that tell of its devices, and of its end.
+
+    Addresses are integers, never None for 0.
+    """
 
     def __init__(self, base: ctypes.CDLL, cpu: ctypes.CDLL, registry: ctypes.CDLL) -> None:
         self.backend_count: Callable[[], int] = _named(registry, "ggml_backend_reg_count", c_size_t)
@@ -168,6 +174,9 @@ class GgmlLibrary:
         self.cpu_buffer_type: Callable[[], int] = _named(cpu, "ggml_backend_cpu_buffer_type", c_void_p)
         self.device_of_registry: Callable[[int, int], int] = _named(
             base, "ggml_backend_reg_dev_get", c_void_p, c_void_p, c_size_t
+        )
+        self.set_abort_callback: Callable[[Any], object] = _named(
+            base, "ggml_set_abort_callback", c_void_p, AbortCallback
         )
         self._device_name = _named(base, "ggml_backend_dev_name", c_char_p, c_void_p)
         self._device_description = _named(base, "ggml_backend_dev_description", c_char_p, c_void_p)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import trio
 
+from kvasir_proto.errors import EngineFailed
 from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineMessage
@@ -92,6 +93,9 @@ class EnginePort(Protocol):
 
     async def wait_ended(self) -> str:
         """Wait for its end; the reason."""
+
+    def end_error(self, sentence: str) -> EngineFailed:
+        """The error that tells of its end: `ModelAborted` where llama.cpp gave up on the model."""
 
     async def close(self) -> None:
         """End it within a bounded time."""

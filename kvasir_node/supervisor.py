@@ -33,6 +33,7 @@ from kvasir_proto.errors import (
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
+    ModelAborted,
     ModelUnusable,
     NoHolderLeft,
     PortInUse,
@@ -80,6 +81,8 @@ FRAMES_WAITING_MAX: Final = 64
 
 STATISTICS_TIMEOUT_S: Final = 2.0
 """An engine that is busy or stopped must not make `status` slow."""
+
+MODEL_ABORTED: Final = ModelAborted("").code
 
 _READ_BYTES: Final = 64 * 1024
 _RESTART_DELAY_FIRST_S: Final = 1.0
@@ -182,6 +185,7 @@ class Engine:
         self._waiters: list[_Waiter] = []
         self._ended = trio.Event()
         self._end_reason = ""
+        self._end_kind = EngineFailed
         self._events_in, self.events = trio.open_memory_channel[EngineMessage](EVENTS_WAITING_MAX)
 
     @property
@@ -202,7 +206,7 @@ class Engine:
         try:
             await self._to_write.send(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise EngineFailed(f"{self.role} engine: {self._reason}") from None
+            raise self.end_error(f"{self.role} engine: {self._reason}") from None
 
     async def exchange(
         self,
@@ -244,7 +248,7 @@ class Engine:
             raise error_of_fault(reply)
         if reply is None:
             reason = self._reason if self.has_ended else f"no answer in {timeout_s:g} s"
-            raise EngineFailed(f"{self.role} engine: {reason}")
+            raise self.end_error(f"{self.role} engine: {reason}")
         assert isinstance(reply, reply_type)
         return reply
 
@@ -257,6 +261,10 @@ class Engine:
         """Wait until the engine is gone; why, in a few words."""
         await self._ended.wait()
         return self._reason
+
+    def end_error(self, sentence: str) -> EngineFailed:
+        """What an end like this engine's is raised as: `ModelAborted` where llama.cpp gave up."""
+        return self._end_kind(sentence)
 
     @property
     def _reason(self) -> str:
@@ -278,6 +286,11 @@ class Engine:
             pass
 
     async def _hand_over(self, message: EngineMessage) -> None:
+        if isinstance(message, EngineFault) and message.code == MODEL_ABORTED:
+            # Its last words: whoever waits hears them when it is gone.
+            self._end_reason = self._end_reason or message.detail
+            self._end_kind = ModelAborted
+            return
         for waiter in self._waiters:
             if waiter.reply is None and waiter.matches(message):
                 waiter.reply = message
@@ -324,6 +337,8 @@ class Engine:
             self._note_end(self._process.returncode or 0)
 
     def _note_end(self, status: int) -> None:
+        if status == -signal.SIGABRT:
+            self._end_kind = ModelAborted
         if not self._end_reason and status < 0:
             self._end_reason = f"killed by {_signal_name(-status)}"
         elif not self._end_reason and status > 0:

@@ -54,6 +54,12 @@ class EngineFailed(KvasirError):
     """The engine process died, or reported that it cannot go on."""
 
 
+class ModelAborted(EngineFailed):
+    """llama.cpp gave up on the model in the middle of its work, and the engine with it."""
+
+    exit_code = 7
+
+
 class TransportUnavailable(KvasirError):
     """Another node cannot be reached, or a stream to it has ended or fallen silent."""
 

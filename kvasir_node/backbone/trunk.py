@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.backbone.tensor_placement import place_tensors
-from kvasir_node.engine.llama_log import forget_errors, why_it_failed
+from kvasir_node.engine.llama_log import forget_errors, name_model, why_it_failed
 from kvasir_node.ggml_devices import NO_DEVICE, trunk_device
 from kvasir_node.native_library import load_ggml
 from kvasir_proto.errors import EngineFailed, ModelUnusable, UsageError
@@ -86,9 +86,10 @@ class Trunk:
             on_processor = None if device is None else load_ggml().cpu_buffer_type()
             self._kept = place_tensors(parameters, trunk_device=address, expert_buffer_type=on_processor)
         forget_errors()
+        name_model(str(path))
         self._model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
-            raise ModelUnusable(f"llama.cpp could not load {path.name}{why_it_failed()}")
+            raise ModelUnusable(f"llama.cpp could not load the model{why_it_failed()}")
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = settings.n_ctx
@@ -111,7 +112,7 @@ class Trunk:
         if not llama_cpp.llama_get_memory(self._context):
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
-            raise ModelUnusable(f"{path.name} remembers no sequence: it does not write text token by token")
+            raise ModelUnusable("the model remembers no sequence: it does not write text token by token")
         self._has_states = bool(
             llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
         )

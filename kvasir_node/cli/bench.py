@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import trio
 
 from kvasir_node.bench.machine import describe_machine, memory_bytes
 from kvasir_node.bench.rounds import (
@@ -29,6 +28,7 @@ from kvasir_node.cli.measure import check_exact, prepare_reference, random_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.foreground import run_in_foreground
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.working_directory import working_directory
@@ -93,7 +93,7 @@ def bench(
     machine = describe_machine()
     prepare_reference(stored)
     with working_directory(session.locations.cache, "measure") as directory:
-        run = trio.run(run_side_by_side, stored, settings, directory, note, rpc)
+        run = run_in_foreground(run_side_by_side, stored, settings, directory, note, rpc)
     document = _document(stored, settings, run, machine)
     if as_json:
         print_json(document)

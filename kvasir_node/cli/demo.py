@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import click
-import trio
 
 from kvasir_node.cli.generate import check_request
 from kvasir_node.cli.output import json_option, note, print_json, print_table
@@ -62,6 +61,7 @@ def demo(
     session: CommandSession = ctx.obj
     session.configure()
     from kvasir_node.demo import DemoOptions, DemoReporter, run_demo
+    from kvasir_node.foreground import run_in_foreground
     from kvasir_node.working_directory import working_directory
 
     options = DemoOptions(workers, tokens, prompt, sampling, kill_worker)
@@ -72,7 +72,7 @@ def demo(
     )
     session.locations.prepare()
     with working_directory(session.locations.cache, "demo") as directory:
-        result = trio.run(run_demo, options, directory, report)
+        result = run_in_foreground(run_demo, options, directory, report)
     if as_json:
         print_json(result)
     else:

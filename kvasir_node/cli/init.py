@@ -11,6 +11,7 @@ import click
 from kvasir_node.cli.output import json_option, note, print_json, progress_on_stderr
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.cli.status import rows_in_words
 from kvasir_proto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def init(
             "swarm": founding.swarm.digest.hex(),
             "model": stored.name,
             "model_digest": stored.digest,
+            "compact_activations": compact_activations,
+            "partial_sums": partial_sums,
             "recovery_key_file": str(home.swarm_files.recovery_key_file),
         }
     if as_json:
@@ -121,6 +124,7 @@ def init(
     if found:
         click.echo(f"swarm     {document['swarm']}")
         click.echo(f"model     {document['model']}  {str(document['model_digest'])[:12]}")
+        click.echo(f"rows      {rows_in_words(compact_activations, partial_sums)}")
         click.echo(f"\nMove the recovery key off this node and keep it safe: {document['recovery_key_file']}")
     elif home.swarm_files.is_founder:
         click.echo("\nThis node founded a swarm. Start it with: kvasir-node run")

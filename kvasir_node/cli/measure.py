@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import trio
 
 from kvasir_node.backbone.trial import try_backbone_file
 from kvasir_node.bench.machine import describe_machine, read_bandwidth
@@ -18,11 +17,13 @@ from kvasir_node.cli.generate import parse_token_ids
 from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.foreground import run_in_foreground
 from kvasir_node.locations import Locations
 from kvasir_node.measure.layer import LayerMeasurement, LayerSettings, measure_layer
 from kvasir_node.measure.logits import (
     LogitsMeasurement,
     LogitsSettings,
+    check_tokens,
     default_chunks,
     measure_logits,
     parse_chunks,
@@ -92,12 +93,14 @@ def measure() -> None:
 )
 @click.option(
     "--device",
+    type=NonEmptyText(),
     default="none",
     show_default=True,
     help="Where the backbone computes all but routed experts: none, auto, or a device that 'doctor' lists.",
 )
 @click.option(
     "--reference-device",
+    type=NonEmptyText(),
     help="The same for the single process, whose routed experts stay with the processor. Default: --device.",
 )
 @click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
@@ -136,10 +139,11 @@ def logits(
     if token_ids is not None and not tokens:
         raise UsageError("--token-ids names no token")
     n_tokens = len(tokens) or positions or _POSITIONS_DEFAULT
-    chunk_sizes = default_chunks(n_tokens) if chunks is None else parse_chunks(chunks)
+    chunk_sizes = default_chunks(n_tokens) if chunks is None else parse_chunks(chunks, "--chunks")
     if sum(chunk_sizes) != n_tokens:
         raise UsageError(f"the chunks make {sum(chunk_sizes)} tokens, but there are {n_tokens}")
     stored = stored_model(session.locations, model)
+    check_tokens(tokens, stored.manifest.n_vocab)
     settings = LogitsSettings(
         token_ids=tokens or random_tokens(n_tokens, stored.manifest.n_vocab, seed),
         chunk_sizes=chunk_sizes,
@@ -155,7 +159,7 @@ def logits(
     )
     prepare_reference(stored)
     with working_directory(session.locations.cache, "measure") as directory:
-        measured = trio.run(measure_logits, stored, settings, directory, note)
+        measured = run_in_foreground(measure_logits, stored, settings, directory, note)
     if as_json:
         print_json(_document(stored, settings, measured))
     else:
@@ -204,7 +208,7 @@ def layer(
     note("measuring the memory")
     bandwidth = read_bandwidth()
     with working_directory(session.locations.cache, "measure") as directory:
-        measured = trio.run(measure_layer, stored, settings, directory, note)
+        measured = run_in_foreground(measure_layer, stored, settings, directory, note)
     document = _layer_document(stored, settings, measured, bandwidth)
     if as_json:
         print_json(document)
@@ -282,7 +286,7 @@ def _tokens_of(path: Path) -> tuple[int, ...]:
 
 
 def _batches_of(text: str) -> tuple[int, ...]:
-    sizes = parse_chunks(text)
+    sizes = parse_chunks(text, "--batches")
     if len(sizes) > _BATCHES_MAX or max(sizes) > _BATCH_TOKENS_MAX:
         raise UsageError(f"--batches takes at most {_BATCHES_MAX} sizes, none above {_BATCH_TOKENS_MAX}")
     return tuple(dict.fromkeys(sizes))

@@ -21,6 +21,12 @@ def short_id(node_id: str) -> str:
     return f"…{node_id[-_SHORT_ID:]}"
 
 
+def rows_in_words(compact_activations: bool, partial_sums: bool) -> str:
+    """In which form a swarm's rows travel, by the rules it was founded with."""
+    sent = "compact activations out" if compact_activations else "plain activations out"
+    return f"{sent}, partial sums back (not exact)" if partial_sums else f"{sent}, plain rows back"
+
+
 @click.command()
 @json_option
 @click.option("--check", is_flag=True, help="Print nothing; status 0 only when ready or degraded.")
@@ -60,6 +66,8 @@ def _print_status(document: dict[str, Any]) -> None:
             f"model     {model['name']} ({model['arch']}, {model['n_layer']} layers, "
             f"{model['n_expert']} experts, {model['n_expert_used']} used)"
         )
+    if document.get("compact_activations") is not None:
+        click.echo(f"rows      {rows_in_words(document['compact_activations'], document['partial_sums'])}")
     plan = document.get("plan", {})
     if "coverage" in plan:
         click.echo(

@@ -241,7 +241,7 @@ class BackboneDuty:
         if message.state == "starting" and member.state == "serving":
             # Its engine has ended, and the connection with it, which nobody notices while no session runs.
             self._roster.set_state(node_id, "unreachable", message.reason)
-            log.warning("holder_lost", node=node_id, code="starting", reason=message.reason)
+            self._note_holder_lost(node_id, "starting", message.reason)
             await self._remove_holder(node_id, message.reason)
             self._note_change()
 
@@ -294,7 +294,7 @@ class BackboneDuty:
             self._note_change()
         if session.outcome is None:
             reason = f": {await engine.wait_ended()}" if engine.has_ended else ""
-            raise EngineFailed(f"the backbone engine ended during the session{reason}")
+            raise engine.end_error(f"the backbone engine ended during the session{reason}")
         self._rows_retried_total += session.outcome.rows_retried
         if session.outcome.reason == "failed" and session.outcome.code != USAGE_ERROR:
             self._note_error(session.outcome.detail)
@@ -371,6 +371,8 @@ class BackboneDuty:
             "backbone": term.backbone,
             "ranks": ["backbone"],
             "swarm": self._founding.swarm.digest.hex(),
+            "compact_activations": self._founding.swarm.manifest.compact_activations,
+            "partial_sums": self._founding.swarm.manifest.partial_sums,
             "model": model_report(self._model),
             "plan": {
                 "revision": plan.revision if plan else 0,
@@ -475,8 +477,7 @@ class BackboneDuty:
                         session.tokens.close()
                 case HolderLost():
                     self._roster.holder_lost(event.node_id, event.code, event.reason)
-                    self._note_error(f"{event.node_id} lost: {event.code}: {event.reason}")
-                    log.warning("holder_lost", node=event.node_id, code=event.code, reason=event.reason)
+                    self._note_holder_lost(event.node_id, event.code, event.reason)
                     self._wake_holder(event.node_id)
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
@@ -699,6 +700,10 @@ class BackboneDuty:
         self._note_change()
 
     # -- events ------------------------------------------------------------------------------------
+
+    def _note_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
+        log.warning("holder_lost", node=node_id, code=code, reason=reason)
+        self._note_error(f"{node_id} lost: {code}: {reason}")
 
     def _note_error(self, text: str) -> None:
         self._last_error.note(text)

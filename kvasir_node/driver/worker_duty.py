@@ -181,6 +181,8 @@ class WorkerDuty:
             "backbone": self._term.backbone if self._term else None,
             "ranks": ["output", "bulk"] if len(shard) else [],
             "swarm": self._swarm.digest.hex() if self._swarm else None,
+            "compact_activations": self._swarm.manifest.compact_activations if self._swarm else None,
+            "partial_sums": self._swarm.manifest.partial_sums if self._swarm else None,
             "model": model_report(self._model) if self._model else None,
             "plan": {"revision": self._assignment.version[2] if self._assignment else 0},
             "shards": [list(each) for each in shard.ranges],

@@ -22,11 +22,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from kvasir_node import native_library
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.engine.channel import ControlChannel, fault_of
-from kvasir_node.engine.llama_log import capture_llama_log
+from kvasir_node.engine.llama_log import capture_llama_log, tell_abort
 from kvasir_node.engine.tls import EngineCredentials
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.telemetry import bind_process, configure_telemetry
-from kvasir_proto.errors import KvasirError, LocalProtocolError, ProtocolError
+from kvasir_proto.errors import KvasirError, LocalProtocolError, ModelAborted, ProtocolError
 from kvasir_proto.messages.engine import (
     EngineCertificate,
     EngineHello,
@@ -63,6 +63,7 @@ def _make_role_engine(role: str, channel: ControlChannel, credentials: EngineCre
 def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
     native_library.self_check()
     capture_llama_log()
+    tell_abort(lambda reason: channel.send(fault_of(None, ModelAborted(reason), "aborted")))
     key = EngineKey.generate()
     channel.send(EngineHello(key.public_der, os.getpid(), GgmlCpuKernel.backend))
     identity = channel.receive()

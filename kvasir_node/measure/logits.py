@@ -91,19 +91,21 @@ def default_chunks(n_tokens: int) -> tuple[int, ...]:
     return (n_prompt, *(1 for _ in range(n_tokens - n_prompt)))
 
 
-def parse_chunks(text: str) -> tuple[int, ...]:
+def parse_chunks(text: str, option: str) -> tuple[int, ...]:
     """Chunk sizes from a list such as ``256,64,1x32`` (one of 256, one of 64, thirty-two of 1).
 
-    Raises `UsageError` for anything else.
+    Raises `UsageError`, which names ``option``, for anything else.
     """
     sizes: list[int] = []
     for part in text.split(","):
         match = _CHUNK.fullmatch(part.strip())
         if match is None or int(match[1]) < 1 or (match[2] is not None and int(match[2]) < 1):
-            raise UsageError(f"chunks are sizes such as 256 or 1x32, separated by commas, not {part!r}")
+            raise UsageError(
+                f"{option} takes numbers of tokens such as 256 or 1x32, separated by commas, not {part!r}"
+            )
         count = int(match[2] or 1)
         if len(sizes) + count > CONTEXT_LENGTH_MAX:
-            raise UsageError(f"there can be at most {CONTEXT_LENGTH_MAX} chunks")
+            raise UsageError(f"{option} takes at most {CONTEXT_LENGTH_MAX} chunks")
         sizes += [int(match[1])] * count
     return tuple(sizes)
 
@@ -117,6 +119,13 @@ def random_tokens(n_tokens: int, n_vocab: int, seed: int) -> tuple[int, ...]:
     """Token ids drawn evenly from a vocabulary; the same for the same arguments everywhere."""
     draws = np.random.Generator(np.random.PCG64(seed))
     return tuple(int(each) for each in draws.integers(0, max(1, n_vocab), n_tokens))
+
+
+def check_tokens(token_ids: Sequence[int], n_vocab: int) -> None:
+    """Raise `UsageError` for a token outside a vocabulary of this size; 0 is a size that nobody knows yet."""
+    outside = next((token for token in token_ids if 0 < n_vocab <= token), None)
+    if outside is not None:
+        raise UsageError(f"token id {outside} is outside the vocabulary of {n_vocab}")
 
 
 def require_space(directory: Path, n_tokens: int, n_vocab: int) -> None:
@@ -154,9 +163,7 @@ async def measure_logits(
     async with open_unwrapping_nursery() as nursery:
         say("the single process loads the whole model")
         reference, trunk = await start_reference(nursery, model, reference_settings, directory)
-        outside = [token for token in settings.token_ids if token >= trunk.n_vocab]
-        if outside:
-            raise UsageError(f"token id {outside[0]} is outside the vocabulary of {trunk.n_vocab}")
+        check_tokens(settings.token_ids, trunk.n_vocab)
         require_space(directory, n_tokens, trunk.n_vocab)
         say(f"the single process computes {n_tokens} positions")
         await evaluate_logits(reference, settings.token_ids, settings.chunk_sizes, base_path)

@@ -168,8 +168,9 @@ def encode_header(
             struct.pack(f"<I{n_dimension}Q", n_dimension, *tensor.shape),
             struct.pack("<IQ", tensor.type.id, tensor.offset - data_offset),
         )
-    header = b"".join(parts)
-    return header + bytes(aligned(len(header), alignment) - len(header))
+    size_bytes = sum(map(len, parts))
+    parts.append(bytes(aligned(size_bytes, alignment) - size_bytes))
+    return b"".join(parts)  # once: a vocabulary makes it as large as some models
 
 
 def aligned(offset: int, alignment: int) -> int:

@@ -9,11 +9,14 @@ experts; `model_manifest` judges those.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import stat
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Final, NoReturn
@@ -41,10 +44,14 @@ from kvasir_proto.manifest import (
 )
 from kvasir_proto.tensor_types import TENSOR_TYPES
 
-HEADER_SIZE_BYTES_MAX: Final = 128 << 20
-"""The largest header we read; vocabularies of 260,000 tokens with their merges take about 16 MiB."""
+HEADER_SIZE_BYTES_MAX: Final = 64 << 20
+"""The largest header we read, of all parts together; vocabularies of 260,000 tokens with their merges take
+about 16 MiB.
+"""
 
 METADATA_ENTRIES_MAX: Final = 16384
+"""Of all parts together."""
+
 KEY_LENGTH_MAX: Final = 1024
 TEXT_LENGTH_MAX: Final = 16 << 20
 ARRAY_LENGTH_MAX: Final = 4 << 20
@@ -61,23 +68,49 @@ def read_gguf(path: Path) -> GgufFile:
     when any part of a header is out of bounds or contradicts the file's size, or when the parts of a split
     model contradict each other.
     """
-    first = _read_part(path, HEADER_SIZE_BYTES_MAX)
-    parts = [first]
-    room = HEADER_SIZE_BYTES_MAX - first.data_offset
-    for other in other_parts(first):
-        parts.append(_read_part(other, room))
-        room -= parts[-1].data_offset
-    return joined(parts)
+    room = _Room(HEADER_SIZE_BYTES_MAX, TENSORS_MAX, METADATA_ENTRIES_MAX)
+    with memory_for(path):
+        first = _read_part(path, room)
+        parts = [first]
+        for other in other_parts(first):
+            room = room.without(parts[-1])
+            parts.append(_read_part(other, room))
+        return joined(parts)
 
 
-def _read_part(path: Path, header_size_bytes_max: int) -> GgufFile:
+@contextlib.contextmanager
+def memory_for(path: Path) -> Iterator[None]:
+    """Where memory runs out inside, the model at `path` is what it was too large for: `ModelUnusable`."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ModelUnusable(f"{path} cannot be used: there is not enough memory to read it") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How much of a model's headers may still come, whatever parts it comes in."""
+
+    header_bytes: int
+    tensors: int
+    entries: int
+
+    def without(self, part: GgufFile) -> _Room:
+        return _Room(
+            self.header_bytes - part.data_offset,
+            self.tensors - len(part.tensors),
+            self.entries - len(part.metadata),
+        )
+
+
+def _read_part(path: Path, room: _Room) -> GgufFile:
     """The header of one file, which may be a part without any tensor."""
     try:
         # Before opening: to open a pipe would wait for somebody to write into it.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelUnusable(f"{path} is not a regular file")
         with path.open("rb") as file:
-            return _Header(path, file, os.fstat(file.fileno()).st_size, header_size_bytes_max).read()
+            return _Header(path, file, os.fstat(file.fileno()).st_size, room).read()
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -85,11 +118,11 @@ def _read_part(path: Path, header_size_bytes_max: int) -> GgufFile:
 class _Header:
     """The header under examination: what has been read of it, and how far we are."""
 
-    def __init__(self, path: Path, file: BinaryIO, size_bytes: int, header_size_bytes_max: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size_bytes: int, room: _Room) -> None:
         self._path = path
         self._file = file
         self._size_bytes = size_bytes
-        self._header_size_bytes_max = header_size_bytes_max
+        self._room = room
         self._buffer = bytearray()
         self._position = 0
 
@@ -137,10 +170,14 @@ class _Header:
             self._refuse(f"version {version} is not known; versions 2 and 3 are")
         n_tensor = self._number("Q", "the number of tensors")
         n_entry = self._number("Q", "the number of metadata entries")
-        if n_tensor > TENSORS_MAX:
-            self._refuse(f"the number of tensors, {n_tensor}, is not in 1..{TENSORS_MAX}")
-        if n_entry > METADATA_ENTRIES_MAX:
-            self._refuse(f"the number of metadata entries, {n_entry}, exceeds {METADATA_ENTRIES_MAX}")
+        for what, count, limit, left in (
+            ("tensors", n_tensor, TENSORS_MAX, self._room.tensors),
+            ("metadata entries", n_entry, METADATA_ENTRIES_MAX, self._room.entries),
+        ):
+            if count > limit:
+                self._refuse(f"the number of {what}, {count}, exceeds {limit}")
+            if count > left:
+                self._refuse(f"the number of {what} of this part and those before exceeds {limit}")
         return version, n_tensor, n_entry
 
     def _read_entry(self, index: int) -> MetadataEntry:
@@ -270,8 +307,8 @@ class _Header:
         """Go on to byte `end`, reading the file up to there when that has not been done yet."""
         if end > self._size_bytes:
             self._refuse(f"it is cut short or lies about its sizes: {what} reaches past the end of the file")
-        if end > self._header_size_bytes_max:
-            self._refuse(f"{what} makes the header larger than {self._header_size_bytes_max} bytes")
+        if end > self._room.header_bytes:
+            self._refuse(f"{what} makes the header larger than {self._room.header_bytes} bytes")
         while len(self._buffer) < end:
             data = self._file.read(max(_READ_SIZE_BYTES, end - len(self._buffer)))
             if not data:

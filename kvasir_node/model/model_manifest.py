@@ -8,13 +8,14 @@ tensors have the names that the hook takes over, and their shapes. It never load
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, metadata_sha256
+from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, ValueType, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_proto.errors import LocalProtocolError, ModelUnusable
@@ -95,6 +96,7 @@ def expert_geometry(gguf: GgufFile) -> ExpertGeometry:
     if _ARCHITECTURE.fullmatch(architecture) is None:
         raise fields.refusal("general.architecture is not a plain name")
 
+    fields.check_epsilons(architecture)
     experts = _expert_tensors(fields, gguf)
     key = f"{architecture}."
     n_expert = fields.count(key + "expert_count", 0, EXPERTS_MAX, missing=0)
@@ -143,6 +145,16 @@ class _Fields:
             return entry.text()
         except ValueError as error:
             raise self.refusal(f"{key} is not a text") from error
+
+    def check_epsilons(self, architecture: str) -> None:
+        """Norms divide by a root of something plus an epsilon: ggml ends the process over a negative one."""
+        for key, entry in self._gguf.metadata.items():
+            if not (key.startswith(f"{architecture}.") and key.endswith("epsilon")):
+                continue
+            if (entry.element_type or entry.type) in (ValueType.FLOAT32, ValueType.FLOAT64):
+                for value in entry.scalars():
+                    if not 0 <= value < math.inf:
+                        raise self.refusal(f"{key} is {value:g}, not a small number of at least 0")
 
     def count(self, key: str, low: int, high: int, missing: int | None = None) -> int:
         """One count, or the largest of an array of counts (one a layer)."""

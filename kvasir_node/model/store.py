@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from kvasir_node.durable_file import PARTIAL_PREFIX
 from kvasir_node.model.backbone_file import backbone_tensors, verify_backbone_file, write_backbone_file
-from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_reader import memory_for, read_gguf
 from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
@@ -42,7 +42,9 @@ _ENTRY: Final = "entry.json"
 _MANIFEST: Final = "manifest.msgpack"
 _BACKBONE: Final = "backbone.gguf"
 _REFERENCE: Final = "reference.gguf"
-_ENTRY_SIZE_BYTES_MAX: Final = 65536
+_ENTRY_SIZE_BYTES_MAX: Final = 1 << 18
+"""It has five numbers for each part of a model: of 1,024 parts about 130,000 bytes."""
+
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 _VERIFIED: Final = VerifiedFiles()
@@ -111,6 +113,11 @@ class StoredModel:
 
         Several processes may find the same damage: one mends it, the others find it mended.
         """
+        with memory_for(path):
+            self._verify_or_write(path, verify, write)
+        return path
+
+    def _verify_or_write(self, path: Path, verify: Callable[[], None], write: Callable[[], None]) -> None:
         try:
             _VERIFIED.check(path, self.digest, verify)
         except ModelUnusable:
@@ -128,7 +135,6 @@ class StoredModel:
                             raise
                         raise ModelUnusable(f"{damage}, and it cannot be made again: {error}") from error
                     _VERIFIED.remember(path, self.digest)
-        return path
 
 
 class ModelStore:
@@ -154,6 +160,16 @@ class ModelStore:
         it is no good. Raises `ModelUnusable` when the model cannot be used or the disk has no room.
         """
         path = path.absolute()
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ModelUnusable(f"{path} cannot be used: its path is not valid UTF-8; rename it") from None
+        with memory_for(path):
+            return self._add(path, progress, judge)
+
+    def _add(
+        self, path: Path, progress: Progress | None, judge: Callable[[Path], None] | None
+    ) -> StoredModel:
         gguf = read_gguf(path)
         identity = identity_of(gguf.paths)
         try:
@@ -280,6 +296,10 @@ class ModelStore:
     def _described(self, digest: str) -> StoredModel:
         """The model of one directory by its entry and manifest, whatever is in its backbone file."""
         directory = self._directory / digest
+        with memory_for(directory / _MANIFEST):
+            return self._read_description(directory, digest)
+
+    def _read_description(self, directory: Path, digest: str) -> StoredModel:
         entry = self._entry(digest)
         try:
             data = _read_bounded(directory / _MANIFEST, MANIFEST_SIZE_BYTES_MAX)

@@ -31,6 +31,7 @@ from kvasir_proto.errors import (
     ConfigurationInvalid,
     DaemonUnreachable,
     EngineFailed,
+    ModelAborted,
     NotReady,
     NotRunning,
     UsageError,
@@ -308,6 +309,7 @@ async def test_a_client_gone_when_the_end_is_to_be_said_costs_nothing(tmp_path: 
     [
         (NotReady("not now"), "not_ready"),
         (EngineFailed("dead"), "engine_failed"),
+        (ModelAborted("not now"), "model_aborted"),
         (KeyError("x"), "internal"),
     ],
 )
@@ -319,9 +321,10 @@ async def test_what_fails_is_refused_with_a_code_and_the_daemon_goes_on(
         daemon.error = error
         heard = await converse(path, request_)
         assert [each.code for each in heard if isinstance(each, Refusal)] == [code]
-        if code == "not_ready":
-            with pytest.raises(EngineFailed, match="not now"):
+        if code in ("not_ready", "model_aborted"):
+            with pytest.raises(EngineFailed, match="not now") as caught:
                 await request_status(home_of(path))
+            assert caught.value.exit_code == (7 if code == "model_aborted" else 1)
 
 
 async def test_a_document_too_large_to_send_is_refused(tmp_path: Path) -> None:

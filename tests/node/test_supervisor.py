@@ -31,6 +31,7 @@ from kvasir_proto.errors import (
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
+    ModelAborted,
     ModelUnusable,
     NoHolderLeft,
     PortInUse,
@@ -38,7 +39,14 @@ from kvasir_proto.errors import (
 from kvasir_proto.ids import SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant
 from kvasir_proto.limits import Role
-from kvasir_proto.messages.engine import EngineFault, Generate, LoadTrunk, Tokenized
+from kvasir_proto.messages.engine import (
+    EngineFault,
+    EngineStatistics,
+    Generate,
+    LoadTrunk,
+    QueryStatistics,
+    Tokenized,
+)
 from kvasir_proto.sampling import Sampling
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -359,6 +367,31 @@ async def test_what_makes_a_first_start_pointless_is_raised_and_waited_out_later
 async def test_a_bug_is_not_waited_out(autojump_clock: MockClock) -> None:
     with pytest.raises(ZeroDivisionError):
         await failures_of([ZeroDivisionError()], 1.0)
+
+
+ABORTS = {
+    "without a word": ("os.abort()", "killed by SIGABRT"),
+    "with ggml's words": (
+        "channel.send(EngineFault(None, 'model_aborted', 'llama.cpp gave up: why', 7)); os.abort()",
+        "llama.cpp gave up: why",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ABORTS)
+async def test_an_engine_that_aborts_says_why_to_whoever_waits_and_to_who_comes_later(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, reason = ABORTS[case]
+    use_script(tmp_path, monkeypatch, f"introduce()\nchannel.receive()\n{script}")
+    async with engine_of(tmp_path) as engine:
+        with pytest.raises(ModelAborted, match=reason) as caught:
+            await engine.exchange(QueryStatistics(1), EngineStatistics, 30.0)
+        assert caught.value.exit_code == ModelUnusable.exit_code
+        assert await engine.wait_ended() == reason
+        assert isinstance(engine.end_error("what"), ModelAborted)
+        with pytest.raises(ModelAborted, match=reason):
+            await engine.send(QueryStatistics(2))
 
 
 async def test_a_model_on_which_the_engine_dies_is_unusable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir_proto.errors import (
+    EngineFailed,
     KvasirError,
     LocalProtocolError,
     NoHolderLeft,
@@ -18,6 +19,7 @@ EXIT_CODES = {
     "AlreadyRunning": 4,
     "PortInUse": 5,
     "ConfigurationInvalid": 6,
+    "ModelAborted": 7,
     "ModelUnusable": 7,
     "IncompatibleVersion": 8,
     "OutOfTolerance": 9,
@@ -26,7 +28,8 @@ EXIT_CODES = {
 
 def test_exit_codes_are_the_documented_ones() -> None:
     """Whatever is not named in DESIGN section 7 is plain failure."""
-    found = {each.__name__: each.exit_code for each in KvasirError.__subclasses__() if each.exit_code != 1}
+    kinds = [*KvasirError.__subclasses__(), *EngineFailed.__subclasses__()]
+    found = {each.__name__: each.exit_code for each in kinds if each.exit_code != 1}
     assert found == EXIT_CODES
     assert KvasirError.exit_code == 1
 

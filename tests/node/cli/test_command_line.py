@@ -14,6 +14,7 @@ import pytest
 from kvasir_node import cli
 from kvasir_node.home_lock import HomeLock
 from kvasir_proto.ids import node_id_of
+from tests.model_makers import ModelShape, make_qwen3moe
 from tests.node.cli.invocation import TIMEOUT_S, call, call_process
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
@@ -70,6 +71,10 @@ def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
         ("run", "--listen-host", "nowhere"),
         ("run", "--bootstrap", "nonsense"),
         ("run", "--threads", "0"),
+        ("run", "--device", ""),
+        ("measure", "logits", "--model", "x.gguf", "--device", ""),
+        ("measure", "logits", "--model", "x.gguf", "--reference-device", " "),
+        ("measure", "layer", "--batches", ""),
         ("--log-level", "loud", "status"),
     ],
 )
@@ -80,6 +85,43 @@ def test_a_wrong_call_exits_2_and_says_so_on_standard_error(
     assert outcome.status == 2
     assert outcome.out == ""
     assert outcome.err != ""
+
+
+def test_a_list_of_batches_that_is_none_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    outcome = call("measure", "layer", "--batches", "x", home=tmp_path)
+    assert outcome.status == 2
+    assert outcome.sentence.startswith("--batches takes numbers of tokens such as 256 or 1x32")
+    outcome = call("measure", "logits", "--model", "x.gguf", "--chunks", "1,,2", home=tmp_path)
+    assert outcome.sentence.startswith("--chunks takes numbers")
+
+
+@pytest.mark.slow
+def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the single process's file was made")
+
+    monkeypatch.setattr("kvasir_node.cli.measure.prepare_reference", fail)
+    model = make_qwen3moe(tmp_path / "model.gguf", ModelShape(n_layer=1, n_vocab=96))
+    ask = ("measure", "logits", "--model", str(model), "--token-ids")
+    outcome = call(*ask, "5,96,7", home=tmp_path / "home")
+    assert outcome.status == 2
+    assert "token id 96 is outside the vocabulary of 96" in outcome.err
+
+
+@pytest.mark.parametrize("command", [("status",), ("init",), ("run",), ("models", "list")])
+def test_a_home_whose_path_is_no_utf8_is_refused(tmp_path: Path, command: tuple[str, ...]) -> None:
+    outcome = call(*command, home=Path(os.fsdecode(os.fsencode(tmp_path) + b"/h\xff")))
+    assert outcome.status == 6
+    assert "is not valid UTF-8: choose another --home" in outcome.sentence
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_path_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    outcome = call("models", "add", os.fsdecode(b"/nowhere/m\xff.gguf"), home=tmp_path)
+    assert outcome.status == 7
+    assert "its path is not valid UTF-8" in outcome.sentence
 
 
 @pytest.mark.parametrize("command", ["status", "generate text", "stop"])

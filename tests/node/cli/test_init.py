@@ -68,7 +68,10 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
 )
 def test_what_a_swarm_is_founded_with_is_in_its_manifest(tmp_path: Path, options: tuple[str, ...]) -> None:
     model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
-    assert call("init", "--found", "--model", str(model), *options, home=tmp_path / "home").status == 0
+    outcome = call("init", "--found", "--model", str(model), *options, home=tmp_path / "home")
+    assert outcome.status == 0
+    assert ("compact activations out" in outcome.out) is ("--compact-activations" in options)
+    assert ("partial sums back (not exact)" in outcome.out) is ("--partial-sums" in options)
     swarm = open_swarm_manifest((tmp_path / "home" / "state" / "swarm-manifest").read_bytes())
     assert swarm.manifest.compact_activations is ("--compact-activations" in options)
     assert swarm.manifest.partial_sums is ("--partial-sums" in options)

@@ -25,6 +25,7 @@ from kvasir_proto.errors import (
     EngineFailed,
     IncompatibleVersion,
     KvasirError,
+    ModelAborted,
     ModelUnusable,
     NotReady,
     RemoteProtocolError,
@@ -78,6 +79,7 @@ from tests.node.driver.twins import (
 
 REPORT_KEYS = {
     *("epoch", "term", "backbone", "ranks", "swarm", "model", "plan", "members", "engine", "sessions"),
+    *("compact_activations", "partial_sums"),
     *("rows_retried_total", "last_error", "last_error_at", "last_error_recovered"),
 }
 MEMBER_KEYS = {
@@ -904,6 +906,45 @@ async def test_an_engine_that_emits_more_than_was_asked_for_is_replaced(
             await engine.say(TokenEmitted(engine.sessions[0], position, 1, b"x", 0, 1))
         await until(lambda: founder.engines.last is not engine)
         assert "more tokens than were asked for" in founder.duty.report()["last_error"]
+
+
+ABORTS = {
+    "without a word": ("", "killed by SIGABRT"),
+    "with ggml's words": ("llama.cpp gave up on the model: eps", "llama.cpp gave up on the model: eps"),
+}
+
+
+@pytest.mark.parametrize("case", ABORTS)
+async def test_an_abort_on_the_model_is_told_as_that_and_the_node_lives_on(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, case: str
+) -> None:
+    said, reason = ABORTS[case]
+    async with open_world(model, tmp_path) as world:
+        founder, _ = await ready_swarm(world, 1)
+        engine = pause_sessions(founder)
+        outcome = await start_session(world, founder)
+        if said:
+            await engine.say(EngineFault(None, "model_aborted", said, 7))
+        engine.die(-6)
+        await until(lambda: outcome)
+        assert isinstance(outcome[0], ModelAborted)
+        assert str(outcome[0]) == f"the backbone engine ended during the session: {reason}"
+        assert reason in founder.duty.report()["last_error"]
+        await until(lambda: founder.state == "ready")
+        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_the_end_of_an_idle_workers_engine_is_the_last_error(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        founder, (worker, _) = await ready_swarm(world, 2)
+        await founder.engines.last.lose_holder(worker.node_id, "late", "older trouble")
+        await until(lambda: founder.duty.report()["last_error_recovered"] is True)
+        worker.engines.last.die()
+        await until(lambda: "older trouble" not in founder.duty.report()["last_error"])
+        assert founder.duty.report()["last_error"].startswith(f"{worker.node_id} lost: starting: ")
+        await until(lambda: founder.duty.report()["last_error_recovered"] is True)
 
 
 async def test_a_session_that_fails_says_why(

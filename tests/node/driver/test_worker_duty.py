@@ -61,6 +61,7 @@ from tests.node.driver.twins import TwinWorker, World, node_key, node_of, open_w
 
 REPORT_KEYS = {
     *("epoch", "term", "backbone", "ranks", "swarm", "model", "plan", "shards", "n_experts_held", "members"),
+    *("compact_activations", "partial_sums"),
     *("engine", "data_address", "last_error", "last_error_at", "last_error_recovered"),
 }
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from kvasir_node.engine.llama_log import _LineAssembler, expect_errors, forget_errors, why_it_failed
+from kvasir_node.engine.llama_log import (
+    _LineAssembler,
+    expect_errors,
+    forget_errors,
+    name_model,
+    reason_of_abort,
+    why_it_failed,
+)
 
 ERROR, CONTINUED = 4, 5
 
@@ -28,3 +35,28 @@ def test_an_error_that_we_caused_is_no_warning(
     with capture_logs() as events:
         assembler.take(ERROR, b"llama_decode: no memory\n")
     assert [each["log_level"] for each in events] == ["warning"]
+
+
+def test_a_file_that_the_user_never_named_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assembler = _LineAssembler()
+    monkeypatch.setattr("kvasir_node.engine.llama_log._assembler", assembler)
+    name_model("/cache/models/abc/reference.gguf")
+    with capture_logs() as events:
+        assembler.take(ERROR, b"load: failed to load model '/cache/models/abc/reference.gguf'\n")
+    assert events[0]["text"] == "load: failed to load model 'the model'"
+    assert why_it_failed() == ": failed to load model 'the model'"
+
+
+@pytest.mark.parametrize(
+    "message, reason",
+    [
+        (b"/build/ggml/src/ops.cpp:3661: GGML_ASSERT(eps >= 0.0f) failed", "GGML_ASSERT(eps >= 0.0f) failed"),
+        (b"C:\\build\\ops.cpp:1: fatal error: 2: what", "fatal error: 2: what"),
+        (b"x.cpp:1: \xff\x1b[2J\n", "\ufffd\ufffd[2J"),
+        (b"no place", "no place"),
+        (b"", ""),
+    ],
+)
+def test_what_ggml_says_last_is_told_without_the_place_in_its_source(message: bytes, reason: str) -> None:
+    assert reason_of_abort(message) == reason
+    assert len(reason_of_abort(message * 2000)) <= 900

@@ -314,3 +314,17 @@ def test_a_damaged_header_is_refused_or_still_consistent(
     with contextlib.suppress(ModelUnusable):
         header = read_bytes(whole_file[:position] + patch + whole_file[position + len(patch) :])
         assert all(each.offset + each.size_bytes <= header.size_bytes for each in header.tensors)
+
+
+def test_where_memory_runs_out_the_model_is_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.gguf"
+    path.write_bytes(container(data=32))
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(gguf_reader, "_read_part", run_out)
+    with pytest.raises(
+        ModelUnusable, match=r"large\.gguf cannot be used: there is not enough memory to read it$"
+    ):
+        read_gguf(path)

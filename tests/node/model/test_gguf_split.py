@@ -207,6 +207,18 @@ def test_two_parts_are_one_whatever_the_width_of_their_numbers(kinds: dict[str, 
     assert not header.metadata
 
 
+def test_a_model_that_was_merged_says_that_it_has_no_parts(tmp_path: Path) -> None:
+    """llama-gguf-split leaves a count of 0 in what it merges."""
+    path = tmp_path / "merged.gguf"
+    path.write_bytes(container(entries=split_entries(0, 0, 5), tensors=(tensor(b"a"),), data=32))
+    header = read_gguf(path)
+    assert (header.paths, [each.name for each in header.tensors], dict(header.metadata)) == (
+        (path,),
+        ["a"],
+        {},
+    )
+
+
 def test_a_first_part_may_have_no_tensors(tmp_path: Path) -> None:
     """As llama-gguf-split writes with --no-tensor-first-split, without padding."""
     parts = two_parts()
@@ -247,4 +259,23 @@ def test_all_headers_together_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     size_bytes = first.stat().st_size - 32
     monkeypatch.setattr(gguf_reader, "HEADER_SIZE_BYTES_MAX", 2 * size_bytes - 64)
     with pytest.raises(ModelUnusable, match=r"00002\.gguf .*makes the header larger than"):
+        read_gguf(first)
+
+
+@pytest.mark.parametrize(
+    "what, limit", [("tensors", "TENSORS_MAX"), ("metadata entries", "METADATA_ENTRIES_MAX")]
+)
+def test_tensors_and_entries_of_all_parts_together_are_bounded(
+    what: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvasir_node.model import gguf_reader
+
+    first = write_parts(tmp_path, two_parts())
+    in_both = {"tensors": 2, "metadata entries": 6}[what]
+    monkeypatch.setattr(gguf_reader, limit, in_both)
+    assert len(read_gguf(first).tensors) == 2
+    monkeypatch.setattr(gguf_reader, limit, in_both - 1)
+    with pytest.raises(
+        ModelUnusable, match=rf"00002\.gguf .*the number of {what} of this part and those before"
+    ):
         read_gguf(first)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvasir_node.model.gguf_format import GgufFile, GgufTensor, MetadataEntry, integer_entry, text_entry
+from kvasir_node.model.gguf_format import (
+    GgufFile,
+    GgufTensor,
+    MetadataEntry,
+    ValueType,
+    float_entry,
+    integer_entry,
+    text_entry,
+)
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.model_manifest import build_manifest, expert_geometry, manifest_of
 from kvasir_proto.errors import ModelUnusable
@@ -173,6 +183,26 @@ UNUSABLE_HEADERS: dict[str, tuple[Callable[[GgufFile], GgufFile], str]] = {
     "bias that does not fit": (
         with_tensor("blk.2.ffn_up_exps.bias", shape=(31, 6)),
         "blk.2.ffn_up_exps.bias has shape",
+    ),
+    "negative epsilon": (
+        with_entry(float_entry("gpt-oss.attention.layer_norm_rms_epsilon", -1e-6)),
+        "layer_norm_rms_epsilon is -1e-06, not a small number of at least 0",
+    ),
+    "epsilon that is no number": (
+        with_entry(float_entry("gpt-oss.attention.layer_norm_epsilon", math.nan)),
+        "layer_norm_epsilon is nan, not a small",
+    ),
+    "infinite epsilon in a list": (
+        with_entry(
+            MetadataEntry(
+                "gpt-oss.some_epsilon",
+                ValueType.ARRAY,
+                struct.pack("<IQ2f", 6, 2, 0.0, math.inf),
+                ValueType.FLOAT32,
+                2,
+            )
+        ),
+        "some_epsilon is inf, not a small",
     ),
     "an unknown suffix": (
         with_tensor("blk.2.ffn_up_exps.bias", name="blk.2.ffn_up_exps.input_scale"),

@@ -15,6 +15,7 @@ import pytest
 from kvasir_node.model import store as store_module
 from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.gguf_reader import read_gguf
+from kvasir_node.model.gguf_split import PARTS_MAX
 from kvasir_node.model.store import ModelStore, StoredModel
 from kvasir_proto.errors import ModelUnusable
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
@@ -145,7 +146,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "entry of another version": ("entry.json", rewrite_entry(schema_version=2)),
     "entry without a path": ("entry.json", rewrite_entry(source_path=None)),
     "entry of another form": ("entry.json", lambda path: path.write_text("[]")),
-    "entry too large": ("entry.json", lambda path: path.write_text(" " * 70_000)),
+    "entry too large": ("entry.json", lambda path: path.write_text(" " * 300_000)),
     "no manifest": ("manifest.msgpack", Path.unlink),
     "manifest cut": ("manifest.msgpack", cut),
     "no backbone": ("backbone.gguf", Path.unlink),
@@ -309,3 +310,20 @@ def test_a_damaged_reference_file_is_written_again(added: StoredModel, tensor: s
     added.source_path.unlink()
     with pytest.raises(ModelUnusable, match=f"{tensor} has not the manifest's digest, and it cannot be made"):
         added.reference_path()
+
+
+def test_the_entry_of_a_model_in_the_most_parts_can_be_read_again(store: ModelStore, source: Path) -> None:
+    added = store.add(source)
+    entry_path = added.manifest_path.with_name("entry.json")
+    entry = json.loads(entry_path.read_text())
+    entry["source_identity"] = [2**63 - 1] * len(entry["source_identity"]) * PARTS_MAX
+    entry_path.write_text(json.dumps(entry, indent=1))
+    assert entry_path.stat().st_size > 65536
+    assert store.list() == (added,)
+
+
+def test_a_path_that_is_no_utf8_is_refused_before_anything_is_read(store: ModelStore, source: Path) -> None:
+    path = source.rename(Path(os.fsdecode(os.fsencode(source.parent) + b"/m\xff.gguf")))
+    with pytest.raises(ModelUnusable, match="its path is not valid UTF-8; rename it"):
+        store.add(path)
+    assert store.list() == ()
