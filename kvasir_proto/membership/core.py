@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Effect, Notice, Now, Persist, Send
@@ -20,6 +20,17 @@ from kvasir_proto.instants import Duration, Instant, after, between
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.membership.broadcasts import FRESH, Broadcasts
 from kvasir_proto.membership.clocks import Clocks
+from kvasir_proto.membership.events import (
+    AnnounceRecord,
+    ClockSuspected,
+    ConnectionLost,
+    MemberChanged,
+    MembershipEvent,
+    MembershipRequest,
+    RecordHint,
+    Seed,
+    SelfConflicted,
+)
 from kvasir_proto.membership.health import Health
 from kvasir_proto.membership.options import (
     BROADCASTS_MAX,
@@ -62,80 +73,6 @@ from kvasir_proto.messages.membership import (
 
 if TYPE_CHECKING:
     import random
-
-
-# --- what a core is asked, and what it tells ----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """Members that may be there: they are asked for a view now, and tried for ever."""
-
-    node_ids: tuple[NodeId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
-    """A connection to this member broke, or could not be made: a hint to look, never a verdict."""
-
-    node_id: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceRecord:
-    """This node's newest capability record has this sequence and digest."""
-
-    sequence: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """This node leaves: its view is told, and the core falls silent for good."""
-
-    reason: str
-
-
-MembershipRequest: TypeAlias = Seed | ConnectionLost | AnnounceRecord | Leave
-
-
-@dataclass(frozen=True, slots=True)
-class MemberChanged:
-    """A member's state or condition is another one, with the reason in a sentence."""
-
-    node_id: NodeId
-    state: MemberState
-    condition: Condition
-    reason: str
-    rtt: Duration | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordHint:
-    """Somebody says that this is the member's newest record."""
-
-    node_id: NodeId
-    sequence: int
-    digest: bytes
-    from_node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class SelfConflicted:
-    """Another process uses this node's identity: a copied home, most likely. `instance` is its run."""
-
-    instance: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClockSuspected:
-    """Most members' clocks are `offset` ahead of ours (negative: behind); None: ours is right again."""
-
-    offset: Duration | None
-
-
-MembershipEvent: TypeAlias = MemberChanged | RecordHint | SelfConflicted | ClockSuspected
 
 
 # --- bookkeeping --------------------------------------------------------------------------------------------

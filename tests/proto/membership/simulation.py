@@ -17,7 +17,8 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Notice, Now, Persist, Send
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Instant, WallTime
-from kvasir_proto.membership.core import ConnectionLost, Leave, MembershipCore, Seed
+from kvasir_proto.membership.core import MembershipCore
+from kvasir_proto.membership.events import ConnectionLost, Leave, Seed
 from kvasir_proto.membership.options import LAN, MembershipOptions
 from kvasir_proto.messages.membership import MEMBERSHIP
 

@@ -12,13 +12,13 @@ from kvasir_proto.effects import Now, Persist, Send
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant, WallTime
-from kvasir_proto.membership.core import (
+from kvasir_proto.membership.core import MembershipCore
+from kvasir_proto.membership.events import (
     AnnounceRecord,
     ClockSuspected,
     ConnectionLost,
     Leave,
     MemberChanged,
-    MembershipCore,
     RecordHint,
     Seed,
     SelfConflicted,

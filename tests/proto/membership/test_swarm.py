@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from kvasir_proto.ids import NodeId
-from kvasir_proto.membership.core import ClockSuspected, MemberChanged, SelfConflicted
+from kvasir_proto.membership.events import ClockSuspected, MemberChanged, SelfConflicted
 from tests.proto.membership.simulation import (
     MILLISECOND,
     NODE_IDS,
