@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal, TypeAlias
 
 from kvasir_proto.ids import NodeId, public_key_of
@@ -135,13 +136,39 @@ class Entry:
         return "slow" if self.slow else "well"
 
 
+@lru_cache(maxsize=16384)
+def _written(node_id: NodeId, claim: Claim, accuser: bytes) -> tuple[Claim, bytes, int]:
+    """A claim, as bytes, and its share of its bucket's digest; kept, since most nodes say the same."""
+    packed = pack_update(
+        MemberUpdate(
+            node_id,
+            claim.state,
+            claim.incarnation,
+            claim.instance,
+            accuser,
+            claim.record_sequence,
+            claim.record_digest,
+        )
+    )
+    if claim.state not in LIVE:
+        return claim, packed, 0
+    said = b"%b%d.%b%d.%b" % (
+        public_key_of(node_id),
+        claim.incarnation,
+        claim.instance,
+        claim.record_sequence,
+        claim.record_digest,
+    )
+    hashed = hashlib.blake2b(said, digest_size=BUCKET_DIGEST_SIZE).digest()
+    return claim, packed, int.from_bytes(hashed, "big")
+
+
 class Table:
     """Every member by id and by key, with bucket digests."""
 
     def __init__(self, members_max: int) -> None:
         self._members_max = members_max
         self._entries: dict[NodeId, Entry] = {}
-        self._by_key: dict[bytes, Entry] = {}
         self._buckets: list[dict[bytes, Entry]] = [{} for _ in range(BUCKETS)]
         self._sums = [0] * BUCKETS
         self.digests = [bytes(BUCKET_DIGEST_SIZE)] * BUCKETS
@@ -160,7 +187,7 @@ class Table:
 
     def with_key(self, key: bytes) -> Entry | None:
         """The entry of the member with this public key, if it is known."""
-        return self._by_key.get(key)
+        return self._buckets[key[0] % BUCKETS].get(key)
 
     def in_order(self) -> list[Entry]:
         """All entries, by node id."""
@@ -183,7 +210,6 @@ class Table:
                 raise OverflowError("the table is full of live members")
             self.remove(forgotten)
         self._entries[entry.node_id] = entry
-        self._by_key[entry.key] = entry
         self._buckets[entry.key[0] % BUCKETS][entry.key] = entry
         if claim.state in LIVE:
             self.live_count += 1
@@ -204,35 +230,12 @@ class Table:
     def remove(self, node_id: NodeId) -> None:
         """Forget a tombstone."""
         entry = self._entries.pop(node_id)
-        del self._by_key[entry.key]
         del self._buckets[entry.key[0] % BUCKETS][entry.key]
         del self.tombstones[node_id]
 
     def _write(self, entry: Entry, claim: Claim, accuser: bytes) -> None:
-        entry.claim = claim
         entry.accuser = accuser
-        entry.packed = pack_update(
-            MemberUpdate(
-                entry.node_id,
-                claim.state,
-                claim.incarnation,
-                claim.instance,
-                accuser,
-                claim.record_sequence,
-                claim.record_digest,
-            )
-        )
-        share = 0
-        if claim.state in LIVE:
-            said = b"%b%d.%b%d.%b" % (
-                entry.key,
-                claim.incarnation,
-                claim.instance,
-                claim.record_sequence,
-                claim.record_digest,
-            )
-            hashed = hashlib.blake2b(said, digest_size=BUCKET_DIGEST_SIZE).digest()
-            share = int.from_bytes(hashed, "big")
+        entry.claim, entry.packed, share = _written(entry.node_id, claim, accuser)
         if share != entry.share:
             index = entry.key[0] % BUCKETS
             self._sums[index] = (self._sums[index] + share - entry.share) & _SUM_MASK

@@ -25,6 +25,11 @@ def ring_position(node_id: NodeId) -> int:
     return int.from_bytes(hashlib.sha256(node_id.encode("ascii")).digest()[:8], "big")
 
 
+@lru_cache(maxsize=8192)
+def _place(node_id: NodeId) -> tuple[int, NodeId]:
+    return ring_position(node_id), node_id
+
+
 def accuser_mark(node_id: NodeId) -> bytes:
     """Four bytes that stand for an accuser in a claim."""
     return ring_position(node_id).to_bytes(8, "big")[:4]
@@ -53,7 +58,7 @@ class View:
     def add(self, node_id: NodeId) -> None:
         """A member is live; it must not have been already."""
         position = ring_position(node_id)
-        insort(self._ring, (position, node_id))
+        insort(self._ring, _place(node_id))
         insort(self._weights, (_pair_weight(self._position, position), node_id))
         self._stale = True
 

@@ -85,6 +85,7 @@ def pack_update(update: MemberUpdate) -> bytes:
     )
 
 
+@lru_cache(maxsize=8192)
 def unpack_update(chunk: bytes) -> MemberUpdate:
     """The claim in these 93 bytes. Raises `RemoteProtocolError` (`malformed`, `out_of_bounds`)."""
     if len(chunk) != UPDATE_SIZE:

@@ -70,7 +70,9 @@ def _message(draw: random.Random, core: MembershipCore, sequences: list[int]) ->
             ViewPart(
                 draw.randrange(BUCKETS),
                 draw.randbytes(8),
-                *(draw.random() < 0.5 for _ in range(3)),
+                draw.random() < 0.5,
+                draw.random() < 0.5,
+                draw.random() < 0.5,
                 draw.randrange(BUCKETS + 1),
                 *run,
                 updates,
