@@ -12,16 +12,20 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from kvasir_proto.admission import ADMISSION_KEPT, CREDENTIAL, INVITE, REDEMPTION, REVOCATION
 from kvasir_proto.capability import CAPABILITY
 from kvasir_proto.certificate import ENGINE_BINDING
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.limits import Length, Range
 from kvasir_proto.messages import Family
+from kvasir_proto.messages.admission import ADMISSION
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
+from kvasir_proto.messages.records import RECORDS
 from kvasir_proto.messages.swarm import SWARM
 from kvasir_proto.placement.plan import PLAN
+from kvasir_proto.records import RECORDS_KEPT
 from kvasir_proto.signing import SIGNED
 from kvasir_proto.swarm_manifest import SWARM_MANIFEST
 from kvasir_proto.term_proof import TERM_PROOF, VOTE
@@ -39,6 +43,14 @@ FAMILIES: tuple[Family[Any], ...] = (
     PLAN,
     MEMBERSHIP,
     RESERVED_INCARNATIONS,
+    RECORDS,
+    RECORDS_KEPT,
+    ADMISSION,
+    INVITE,
+    REDEMPTION,
+    CREDENTIAL,
+    REVOCATION,
+    ADMISSION_KEPT,
 )
 MEMBERS = tuple((family, member) for family in FAMILIES for member in family.members)
 MEMBER_IDS = tuple(f"{family.name.replace(' ', '_')}-{member.kind}" for family, member in MEMBERS)
