@@ -6,8 +6,9 @@ answer to the guarantees written here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import trio
 
@@ -17,6 +18,11 @@ from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineMessage
 
 ReplyT = TypeVar("ReplyT")
+
+CONTROL_PROTOCOL: Final = "/kvasir/control/1.0.0"
+"""Streams of one conversation each: a worker and its backbone, a request and its answer."""
+CORE_PROTOCOL: Final = "/kvasir/core/1"
+"""The stream that carries the cores' messages between two nodes, for as long as they have any."""
 
 
 class ControlStream(Protocol):
@@ -36,8 +42,8 @@ class ControlStream(Protocol):
         """End the stream; never waits for the other side."""
 
 
-class Host(Protocol):
-    """This node's place in the network."""
+class Connector(Protocol):
+    """This node's place in the network, as whoever dials sees it."""
 
     @property
     def node_id(self) -> NodeId:
@@ -46,6 +52,9 @@ class Host(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses at which others reach us, our id included; never a wildcard."""
 
+    def is_connected(self, node_id: NodeId) -> bool:
+        """Whether there is a connection to that node that is not known to be dead."""
+
     async def connect(self, address: str | Sequence[str]) -> NodeId:
         """Be connected to the node at this multiaddress, or at one of these, which all end in its id.
 
@@ -53,8 +62,142 @@ class Host(Protocol):
         time otherwise.
         """
 
-    async def open_stream(self, node_id: NodeId) -> ControlStream:
+
+class Host(Connector, Protocol):
+    """This node's place in the network."""
+
+    async def open_stream(self, node_id: NodeId, protocol: str = CONTROL_PROTOCOL) -> ControlStream:
         """A fresh stream to a node we have an address of. Raises `TransportUnavailable` in bounded time."""
+
+    def set_stream_handler(
+        self,
+        handler: Callable[[NodeId, Any], Awaitable[None]],
+        protocol: str = CONTROL_PROTOCOL,
+    ) -> None:
+        """Serve the streams of one protocol that others open; each ends when ``handler`` returns or raises.
+
+        Its first argument is the proved id of the node, its second a `ControlStream` on which the first
+        message is there to be received.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CoreMessage:
+    """A node said this."""
+
+    sender: NodeId
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The way to that node broke, or could not be opened just now. A hint: it may be there all the same."""
+
+    node_id: NodeId
+    reason: str
+
+
+CoreEvent: TypeAlias = CoreMessage | ConnectionLost
+
+
+class CoreStreams(Protocol):
+    """Messages of the cores between this node and any other: best effort, whole, at most once.
+
+    The sender's id is proved by the transport. Messages to one node arrive in the order they were sent, as
+    far as they arrive, while one stream to it holds. A stream is opened when there is something to say, stays
+    while it is used, and carries both directions. What cannot be sent soon is dropped, not kept: cores repeat
+    what matters.
+    """
+
+    def send(self, node_id: NodeId, body: bytes) -> bool:
+        """Queue a message, never waiting; whether nothing had to be dropped for it.
+
+        When the node's queue is full its oldest message goes. Raises `LocalProtocolError` for a body that is
+        empty or over the frame limit.
+        """
+
+    async def receive(self) -> CoreEvent:
+        """The next message or loss, waiting as long as it takes. One event at a time for each caller.
+
+        Of several nodes that talk at once each gets its turn, and one that talks faster than the limit is
+        read more slowly.
+        """
+
+
+GossipTopic: TypeAlias = Literal["records", "terms"]
+GOSSIP_TOPICS: Final[tuple[GossipTopic, ...]] = ("records", "terms")
+
+
+class Gossiped(NamedTuple):
+    """What came by gossip. `forwarder` handed it to us; who says it stands, signed, in `data`."""
+
+    topic: GossipTopic
+    data: bytes
+    forwarder: NodeId
+
+
+Accept: TypeAlias = Callable[[bytes], bool]
+"""Whether data may be spread further: valid, and signed by whom it says.
+
+Called once for each distinct message, in the middle of the network's work: memoise what costs; it must not
+raise.
+"""
+
+
+class Gossip(Protocol):
+    """Spreads small messages to every member that listens: best effort, each at most once, in no order.
+
+    Equal data on one topic is one message for two minutes, whoever says it again. What `Accept` refuses is
+    neither handed on nor received. A forwarder that sends more than the limit is not listened to for the
+    rest of that moment. We do not receive our own.
+    """
+
+    def publish(self, topic: GossipTopic, data: bytes) -> bool:
+        """Spread this, never waiting; False when too much was waiting already and this was dropped.
+
+        Raises `LocalProtocolError` for data that is empty, over the size limit or refused by our own
+        `Accept`.
+        """
+
+    async def receive(self) -> Gossiped:
+        """The next message of any topic, waiting as long as it takes."""
+
+
+class Claim(NamedTuple):
+    """What a record says of itself once its signature holds: whose it is, and how new.
+
+    Of two records of one node that with the higher `order` is the newer.
+    """
+
+    node_id: NodeId
+    order: int
+
+
+JudgeRecord: TypeAlias = Callable[[bytes], Claim | None]
+"""None for what is no valid, unexpired record of this swarm. Memoise what costs; it must not raise."""
+
+
+class RecordStore(Protocol):
+    """Keeps each node's newest record where others find it: best effort, spread over the members.
+
+    What is stored for a node is a record `JudgeRecord` says is that node's; a newer one replaces an older
+    one and never the other way.
+    """
+
+    async def put(self, data: bytes) -> None:
+        """Store a record under the node it is of, here and at the members nearest to its key.
+
+        Until a newer one is put it is stored again now and then, so that it follows the members as they come
+        and go. Returns when that was tried, within a bounded time. Raises `LocalProtocolError` for data that
+        `JudgeRecord` refuses, that is too large, or that is older than what is stored here.
+        """
+
+    async def get(self, node_id: NodeId, timeout_s: float) -> bytes | None:
+        """The newest record of that node that any of the members nearest to its key has, or we have.
+
+        Others are asked each time. None when there is none, or none that is still valid; after ``timeout_s``
+        what we have ourselves is the answer.
+        """
 
 
 class EnginePort(Protocol):

@@ -46,7 +46,8 @@ _CAUSED_BY_STRANGERS: Final = frozenset(
     {
         *("connection_refused", "stream_refused", "stream_ended", "stream_handler_failed"),
         *("conversation_refused", "request_refused", "request_failed", "member_joined", "member_silent"),
-        *("stranger_refused", "accept_failed"),
+        *("stranger_refused", "accept_failed", "gossip_task_failed", "gossip_heartbeat_failed"),
+        *("member_found_on_lan", "record_not_stored"),
     }
 )
 _process_keys: dict[str, object] = {}

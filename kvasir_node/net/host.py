@@ -13,17 +13,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 import structlog
 import trio
 from libp2p import new_host
+from libp2p.abc import INotifee
 from libp2p.crypto.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.health.ping_probe import ping_connection
 from libp2p.peer.id import ID
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
@@ -35,12 +38,12 @@ from kvasir_node.net.control_stream import Libp2pControlStream
 from kvasir_node.net.identity import NodeIdentity
 from kvasir_node.net.listener import BoundTcp, open_listening_socket, reachable_addresses
 from kvasir_node.net.muxer import use_uninterrupted_yamux
+from kvasir_node.ports import CONTROL_PROTOCOL
 from kvasir_node.telemetry import restore_library_levels
 from kvasir_proto.errors import ConfigurationInvalid, KvasirError, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import NodeId, is_node_id
 from kvasir_proto.limits import SWARM_FRAME_SIZE_MAX, WORKERS_MAX
 
-CONTROL_PROTOCOL: Final = "/kvasir/control/1.0.0"
 NODES_KNOWN_MAX: Final = 4 * WORKERS_MAX
 """Nodes whose addresses are remembered for the next dial; the one connected longest ago gives way."""
 
@@ -50,6 +53,8 @@ log = structlog.get_logger(__name__)
 # standard error unformatted, past ours, and sets its level. What is shown is decided in `telemetry`.
 logging.getLogger("libp2p").propagate = True
 restore_library_levels()
+# It calls every stream that could not be opened an error; whoever asked for it is told, and says so if it is.
+logging.getLogger("libp2p.host.basic_host").setLevel(logging.CRITICAL)
 # This module sets its own level, and reports twice a minute.
 logging.getLogger("libp2p.network.auto_connector").setLevel(logging.NOTSET)
 
@@ -57,6 +62,9 @@ StreamHandler = Callable[[NodeId, Libp2pControlStream], Awaitable[None]]
 """Serves one stream another node opened; the stream ends when it returns. See
 `Libp2pHost.set_stream_handler`.
 """
+
+ConnectionWatcher = Callable[[NodeId, bool], None]
+"""Told of a node, and whether it is connected now. See `Libp2pHost.watch_connections`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ class Libp2pHost:
     def __init__(self, identity: NodeIdentity, options: HostOptions | None = None) -> None:
         self._identity = identity
         self._options = HostOptions() if options is None else options
-        self._handler: StreamHandler | None = None
+        self._handlers: dict[str, StreamHandler] = {}
+        self._watchers: list[ConnectionWatcher] = []
         self._addresses: tuple[str, ...] = ()
         self._known: dict[NodeId, tuple[str, ...]] = {}
         self._dialling: dict[NodeId, trio.Lock] = {}
@@ -119,13 +128,27 @@ class Libp2pHost:
         """Whether there is a connection to that node that is not known to be dead."""
         return bool(self._live(_libp2p_id(node_id)))
 
-    def set_stream_handler(self, handler: StreamHandler) -> None:
-        """Serve the streams that others open with `handler`.
+    def set_stream_handler(self, handler: StreamHandler, protocol: str = CONTROL_PROTOCOL) -> None:
+        """Serve the streams of this protocol that others open with `handler`.
 
         It is called, in a task of its own, once the first message is there to be received. When it returns
         the stream is closed; when it raises the stream is reset, the error logged, and the node goes on.
         """
-        self._handler = handler
+        self._handlers[protocol] = handler
+        if self._host is not None and protocol != CONTROL_PROTOCOL:
+            self._host.set_stream_handler(protocol, partial(self._serve, protocol))
+
+    @property
+    def libp2p(self) -> Any:
+        """libp2p's own host, for the services of it that this package runs."""
+        return self._host
+
+    def watch_connections(self, watcher: ConnectionWatcher) -> None:
+        """Call `watcher` when a node is connected, and when its last connection has ended. It must not raise.
+
+        For as long as the host lives; called in the middle of the network's work.
+        """
+        self._watchers.append(watcher)
 
     async def connect(self, address: str | Sequence[str]) -> NodeId:
         """Be connected to the node at this address, or at one of these, which all end in its name.
@@ -145,7 +168,7 @@ class Libp2pHost:
         await self._ensure_connected(node_id)
         return node_id
 
-    async def open_stream(self, node_id: NodeId) -> Libp2pControlStream:
+    async def open_stream(self, node_id: NodeId, protocol: str = CONTROL_PROTOCOL) -> Libp2pControlStream:
         """A new stream to a node that is connected, or that `connect` was given addresses of.
 
         Raises `TransportUnavailable` when it cannot be had within twice `dial_timeout_s`.
@@ -153,7 +176,7 @@ class Libp2pHost:
         await self._ensure_connected(node_id)
         try:
             with trio.fail_after(self._options.dial_timeout_s):
-                stream = await self._host.new_stream(_libp2p_id(node_id), [CONTROL_PROTOCOL])
+                stream = await self._host.new_stream(_libp2p_id(node_id), [protocol])
         except trio.TooSlowError:
             # It has a connection and does not answer on it. The next attempt starts from a new one.
             await self.disconnect(node_id)
@@ -237,8 +260,11 @@ class Libp2pHost:
         self._swarm.retry_config = RetryConfig(max_retries=0)
         use_uninterrupted_yamux(self._swarm)
         self._swarm.auto_connector = _NoAutoConnector(self._swarm)
+        self._swarm.dial_peer = _dial_nobody
+        self._swarm.register_notifee(_ConnectionNotifee(self._connection_changed))
         self._addresses = tuple(str(each) for each in self._host.get_addrs())
-        self._host.set_stream_handler(CONTROL_PROTOCOL, self._serve)
+        for protocol in sorted({CONTROL_PROTOCOL, *self._handlers}):
+            self._host.set_stream_handler(protocol, partial(self._serve, protocol))
         self._negotiate = self._swarm.common_stream_handler
         self._swarm.set_stream_handler(self._guard)
 
@@ -278,6 +304,11 @@ class Libp2pHost:
 
     def _live(self, libp2p_id: ID) -> list[Any]:
         return [each for each in self._swarm.get_connections(libp2p_id) if not each.is_closed]
+
+    def _connection_changed(self, node_id: NodeId, connected: bool) -> None:
+        if is_node_id(node_id) and connected == self.is_connected(node_id):
+            for watcher in self._watchers:
+                watcher(node_id, connected)
 
     async def _ensure_connected(self, node_id: NodeId) -> None:
         # One dial at a time for each node: two would make two connections.
@@ -363,16 +394,17 @@ class Libp2pHost:
             except Exception as error:  # the connection is gone, and the stream with it
                 log.debug("stream_reset_failed", reason=f"{type(error).__name__}: {error}")
 
-    async def _serve(self, stream: Any) -> None:
-        """Serve a control stream that another node opened."""
+    async def _serve(self, protocol: str, stream: Any) -> None:
+        """Serve a stream of whole messages that another node opened."""
         node_id = NodeId(str(stream.muxed_conn.peer_id))
         control = Libp2pControlStream(stream, node_id, self._options.frame_size_max)
         self._tasks.start_soon(control.run)
         try:
             await control.wait_first(self._options.first_frame_timeout_s)
-            if self._handler is None:
+            handler = self._handlers.get(protocol)
+            if handler is None:
                 raise TransportUnavailable("this node serves no streams yet")
-            await self._handler(node_id, control)
+            await handler(node_id, control)
             await control.close()
         except RemoteProtocolError as error:
             log.warning("stream_refused", node=node_id, code=error.code, reason=error.reason)
@@ -394,6 +426,42 @@ class _NoAutoConnector(AutoConnector):
 
     async def start(self) -> None:
         await trio.lowlevel.checkpoint()
+
+
+class _ConnectionNotifee(INotifee):
+    """Passes on what libp2p says of connections, and nothing else of what it says."""
+
+    def __init__(self, changed: ConnectionWatcher) -> None:
+        self._changed = changed
+
+    async def connected(self, _network: Any, connection: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self._changed(NodeId(str(connection.muxed_conn.peer_id)), True)
+
+    async def disconnected(self, _network: Any, connection: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self._changed(NodeId(str(connection.muxed_conn.peer_id)), False)
+
+    async def opened_stream(self, _network: Any, _stream: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def closed_stream(self, _network: Any, _stream: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def listen(self, _network: Any, _address: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def listen_close(self, _network: Any, _address: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def _dial_nobody(libp2p_id: ID) -> list[Any]:
+    """What libp2p does when it wants a stream to a node that is not connected: it does without.
+
+    Its own dial tries one address, one from whomever, and then refuses the node for a minute.
+    """
+    await trio.lowlevel.checkpoint()
+    raise SwarmException(f"node {libp2p_id} is not connected, and nobody asked to dial it")
 
 
 def _libp2p_id(node_id: NodeId) -> ID:

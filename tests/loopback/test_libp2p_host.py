@@ -20,8 +20,9 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
 from kvasir_node.net.control_stream import Libp2pControlStream
-from kvasir_node.net.host import CONTROL_PROTOCOL, HostOptions, Libp2pHost
+from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity
+from kvasir_node.ports import CONTROL_PROTOCOL
 from kvasir_proto.errors import (
     ConfigurationInvalid,
     LocalProtocolError,

@@ -12,6 +12,7 @@ from typing import Final
 
 import trio
 
+from kvasir_node.ports import CONTROL_PROTOCOL
 from kvasir_proto.errors import ConfigurationInvalid, KvasirError, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import NodeId, is_node_id
 
@@ -83,6 +84,7 @@ class MemoryHost:
         self._address = address
         self.dialled: list[str] = []
         """Every address that `connect` was given, in order."""
+        self._connected: set[NodeId] = set()
 
     @property
     def node_id(self) -> NodeId:
@@ -101,12 +103,22 @@ class MemoryHost:
         if node_id == self._node_id:
             raise ConfigurationInvalid("the address of this node itself")
         await self._network.check_reachable(self._node_id, node_id)
+        self._connected.add(node_id)
         return node_id
 
-    async def open_stream(self, node_id: NodeId) -> MemoryStream:
+    def is_connected(self, node_id: NodeId) -> bool:
+        """See `ports.Host`."""
+        return node_id in self._connected and self._network.is_reachable(self._node_id, node_id)
+
+    async def open_stream(self, node_id: NodeId, protocol: str = CONTROL_PROTOCOL) -> MemoryStream:
         """See `ports.Host`."""
         await self._network.check_reachable(self._node_id, node_id)
-        return self._network.open_stream(self._node_id, node_id)
+        self._connected.add(node_id)
+        return self._network.open_stream(self._node_id, node_id, protocol)
+
+    def set_stream_handler(self, handler: Handler, protocol: str = CONTROL_PROTOCOL) -> None:
+        """See `ports.Host`. From the first handler on others reach this node."""
+        self._network.serve(self._node_id, handler, protocol)
 
 
 class MemoryNetwork:
@@ -114,7 +126,7 @@ class MemoryNetwork:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._handlers: dict[NodeId, Handler] = {}
+        self._handlers: dict[NodeId, dict[str, Handler]] = {}
         self._cut: set[frozenset[NodeId]] = set()
         self._streams: list[tuple[frozenset[NodeId], MemoryStream, MemoryStream]] = []
         self._n_hosts = 0
@@ -124,9 +136,9 @@ class MemoryNetwork:
         self._n_hosts += 1
         return MemoryHost(self, node_id, f"/ip4/10.0.0.{self._n_hosts}/tcp/4001/p2p/{node_id}")
 
-    def serve(self, node_id: NodeId, handler: Handler) -> None:
-        """From now on streams to this node are served."""
-        self._handlers[node_id] = handler
+    def serve(self, node_id: NodeId, handler: Handler, protocol: str = CONTROL_PROTOCOL) -> None:
+        """From now on streams of this protocol to this node are served."""
+        self._handlers.setdefault(node_id, {})[protocol] = handler
 
     def drop(self, node_id: NodeId) -> None:
         """The node is gone: its streams end, and nobody reaches it until it serves again."""
@@ -149,23 +161,27 @@ class MemoryNetwork:
                 far.end()
         self._streams = [each for each in self._streams if not concerned(each[0])]
 
+    def is_reachable(self, here: NodeId, there: NodeId) -> bool:
+        """Whether ``there`` answers ``here``."""
+        return there in self._handlers and frozenset({here, there}) not in self._cut
+
     async def check_reachable(self, here: NodeId, there: NodeId) -> None:
         """Return when ``there`` answers; otherwise raise as late as a real dial may."""
         await trio.lowlevel.checkpoint()
-        if there not in self._handlers or frozenset({here, there}) in self._cut:
+        if not self.is_reachable(here, there):
             await trio.sleep(DIAL_TIMEOUT_S)
             raise TransportUnavailable(f"cannot reach node {there}")
 
-    def open_stream(self, here: NodeId, there: NodeId) -> MemoryStream:
+    def open_stream(self, here: NodeId, there: NodeId, protocol: str = CONTROL_PROTOCOL) -> MemoryStream:
         """A stream, served at the other end by its handler."""
         near, far = stream_pair(here, there)
         self._streams.append((frozenset({here, there}), near, far))
-        self._nursery.start_soon(self._serve, here, there, far)
+        self._nursery.start_soon(self._serve, here, there, protocol, far)
         return near
 
-    async def _serve(self, here: NodeId, there: NodeId, stream: MemoryStream) -> None:
+    async def _serve(self, here: NodeId, there: NodeId, protocol: str, stream: MemoryStream) -> None:
         """As the real host: whatever a handler raises of ours ends the stream and nothing else."""
-        handler = self._handlers.get(there)
+        handler = self._handlers.get(there, {}).get(protocol)
         try:
             if handler is not None:
                 await handler(here, stream)
