@@ -7,7 +7,7 @@ its peak of memory is its own. It judges nothing.
 
 from __future__ import annotations
 
-import resource
+import re
 import struct
 import subprocess
 import sys
@@ -124,8 +124,9 @@ def _cost(what: str, path: Path) -> str:
         outcome = "taken"
     except ModelUnusable as error:
         outcome = f"refused: {error}"
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{outcome}, {time.monotonic() - started:.1f} s, peak {peak_kib >> 10} MiB"
+    # Not ru_maxrss, which begins with what the parent had.
+    peak_kib = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))[0]
+    return f"{outcome}, {time.monotonic() - started:.1f} s, peak {int(peak_kib) >> 10} MiB"
 
 
 def _judge_architectures(directory: Path) -> None:

@@ -154,12 +154,12 @@ def _llama_cpp() -> Check:
 
 
 def _devices(wanted: str) -> Check:
-    from kvasir_node.engine.llama_log import capture_llama_log
+    from kvasir_node.engine.llama_log import llama_log_captured
     from kvasir_node.ggml_devices import list_backends, list_devices
 
-    capture_llama_log()  # backends introduce themselves on standard error
     signs = frozenset(each for each in _SIGNS_OF_HARDWARE if Path(each).exists())
-    return check_devices(wanted, list_devices(), list_backends(), signs)
+    with llama_log_captured():  # backends introduce themselves on standard error
+        return check_devices(wanted, list_devices(), list_backends(), signs)
 
 
 def check_devices(

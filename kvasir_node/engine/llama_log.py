@@ -9,9 +9,10 @@ decides nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import llama_cpp
@@ -92,6 +93,18 @@ def why_it_failed() -> str:
 def capture_llama_log() -> None:
     """From now on this process logs what llama.cpp says as `llama_cpp_error` and `llama_cpp_said`."""
     llama_cpp.llama_log_set(_callback, ctypes.c_void_p())
+
+
+@contextlib.contextmanager
+def llama_log_captured() -> Iterator[None]:
+    """As `capture_llama_log`, while inside; what llama.cpp says then goes where it went before."""
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
+    capture_llama_log()
+    try:
+        yield
+    finally:
+        llama_cpp.llama_log_set(callback, data)
 
 
 _abort_callbacks: list[Any] = []  # ggml keeps their addresses as long as the process lives

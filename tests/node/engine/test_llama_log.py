@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
+import llama_cpp
 import pytest
 from structlog.testing import capture_logs
 
@@ -9,6 +13,7 @@ from kvasir_node.engine.llama_log import (
     _LineAssembler,
     expect_errors,
     forget_errors,
+    llama_log_captured,
     name_model,
     reason_of_abort,
     why_it_failed,
@@ -60,3 +65,20 @@ def test_a_file_that_the_user_never_named_is_the_model(monkeypatch: pytest.Monke
 def test_what_ggml_says_last_is_told_without_the_place_in_its_source(message: bytes, reason: str) -> None:
     assert reason_of_abort(message) == reason
     assert len(reason_of_abort(message * 2000)) <= 900
+
+
+def _listener() -> int | None:
+    """Where llama.cpp's lines go, as an address."""
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
+    return ctypes.cast(callback, ctypes.c_void_p).value
+
+
+@pytest.mark.parametrize("error", [None, KeyError("what goes wrong inside")])
+def test_a_log_captured_for_a_while_goes_where_it_went_before(error: Exception | None) -> None:
+    before = _listener()
+    with contextlib.suppress(KeyError), llama_log_captured():
+        assert _listener() != before
+        if error is not None:
+            raise error
+    assert _listener() == before
