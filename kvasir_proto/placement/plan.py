@@ -1,16 +1,17 @@
-"""The plan: for every expert of every MoE layer, who holds it, the first to be asked first.
+"""The plan: who holds each expert of each MoE layer, the first to be asked first, or why nobody does.
 
-`make_plan` is a plain function: the same nodes give the same plan on any machine, whatever order they are
-named in. Each layer's experts are cut into one contiguous range a worker; sizes differ by at most one, and
-the larger ranges go round, so that what a node is primary of differs by at most one in all. Further holders
-go round from layer to layer, so that the work of a lost node falls on all others and not on one neighbour.
-Only the term's backbone signs plans. The plan knows neither speeds nor bytes: nodes are equal here.
+A plan is whole or explained: an expert without a holder stands in a layer that gives the reason. The backbone
+may be a holder like any other node. Only the term's backbone signs plans. The plan knows neither speeds nor
+bytes; `rebalance.place` weighs them. `make_plan` is for swarms of equals with room for everything: each
+layer's experts are cut into one contiguous range a worker; sizes differ by at most one, and the larger ranges
+go round, so that what a node is primary of differs by at most one in all. Further holders go round from layer
+to layer, so that the work of a lost node falls on all others and not on one neighbour.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
@@ -27,6 +28,7 @@ from kvasir_proto.limits import (
     Layer,
     Length,
     Range,
+    Sentence,
     Sequence63,
 )
 from kvasir_proto.manifest import ShardSet
@@ -38,19 +40,23 @@ _NodeIndex: TypeAlias = Annotated[int, Range(0, WORKERS_MAX - 1)]
 
 @dataclass(frozen=True, slots=True)
 class ExpertRange:
-    """Experts `first` to `end` (exclusive) of a layer, and who holds them, as indices into `Plan.nodes`."""
+    """Experts `first` to `end` (exclusive) of a layer, and who holds them, as indices into `Plan.nodes`.
+
+    No holders: the experts are missing, and their layer says why.
+    """
 
     first: ExpertIndex
     end: ExpertCount
-    holders: Annotated[tuple[_NodeIndex, ...], Length(1, HOLDERS_MAX)]
+    holders: Annotated[tuple[_NodeIndex, ...], Length(0, HOLDERS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One layer: ranges in order, without a gap."""
+    """One layer: ranges in order, without a gap. `missing`: why some have no holder, if some have none."""
 
     layer: Layer
     ranges: Annotated[tuple[ExpertRange, ...], Length(1, EXPERTS_MAX)]
+    missing: Sentence = ""
 
 
 class Coverage(NamedTuple):
@@ -60,13 +66,26 @@ class Coverage(NamedTuple):
     n_pairs_held: int
     holders_min: int
     """Holders of the expert that has the fewest; 0 when some expert has none."""
+    n_pairs_by_backbone: int = 0
+    """Those of the held ones that nobody but the backbone holds; 0 where it was not named."""
+
+
+class Missing(NamedTuple):
+    """Experts `first` to `end` (exclusive) of a layer that nobody holds, and why."""
+
+    layer: int
+    first: int
+    end: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Which node serves which shard, versioned by (epoch, term, revision).
 
-    One that came from `make_plan` or `open_plan` is whole: every expert of every layer has distinct holders.
+    One that came from `make_plan`, `plan_of` or `open_plan` is whole or explained: every expert of every
+    layer has distinct holders, or its layer says why it has none. `degraded` says why the backbone serves
+    experts itself; empty if it does not.
     """
 
     kind: ClassVar[str] = "plan"
@@ -74,8 +93,9 @@ class Plan:
     term: Term
     revision: Sequence63
     n_expert: ExpertCount
-    nodes: Annotated[tuple[NodeIdField, ...], Length(1, WORKERS_MAX)]
+    nodes: Annotated[tuple[NodeIdField, ...], Length(0, WORKERS_MAX)]
     layers: Annotated[tuple[LayerPlan, ...], Length(1, LAYERS_MAX)]
+    degraded: Sentence = ""
 
     def holders_of(self, layer: int, expert: int) -> tuple[NodeId, ...]:
         """The holders of one expert, primary first. Raises `LocalProtocolError` if the plan has no such."""
@@ -92,7 +112,7 @@ class Plan:
 
     def primary_shard_of(self, node: NodeId) -> ShardSet:
         """Every (layer, expert) for which the node is asked first; empty for a node not in the plan."""
-        return self._ranges_where(node, lambda index, holders: index == holders[0])
+        return self._ranges_where(node, lambda index, holders: holders[:1] == (index,))
 
     def _ranges_where(self, node: NodeId, wanted: Callable[[int, tuple[int, ...]], bool]) -> ShardSet:
         if node not in self.nodes:
@@ -105,16 +125,44 @@ class Plan:
             if wanted(index, part.holders)
         )
 
-    def coverage(self, alive: Collection[NodeId] | None = None) -> Coverage:
+    def coverage(self, alive: Collection[NodeId] | None = None, backbone: NodeId | None = None) -> Coverage:
         """How well these nodes cover the experts; without an argument, how well all the plan's nodes do."""
-        counted = {index for index, node in enumerate(self.nodes) if alive is None or node in alive}
-        parts = [part for each in self.layers for part in each.ranges]
-        held = [len(counted.intersection(part.holders)) for part in parts]
-        return Coverage(
-            n_pairs=sum(part.end - part.first for part in parts),
-            n_pairs_held=sum(part.end - part.first for part, count in zip(parts, held, strict=True) if count),
-            holders_min=min(held),
-        )
+        counted = self._indices_of(alive)
+        own = {index for index in counted if self.nodes[index] == backbone}
+        n_pairs = n_held = n_own = 0
+        holders_min = len(self.nodes)
+        for each in self.layers:
+            for part in each.ranges:
+                held, size = counted.intersection(part.holders), part.end - part.first
+                n_pairs += size
+                n_held += size if held else 0
+                n_own += size if held and held <= own else 0
+                holders_min = min(holders_min, len(held))
+        return Coverage(n_pairs, n_held, holders_min, n_own)
+
+    def missing(self, alive: Collection[NodeId] | None = None) -> tuple[Missing, ...]:
+        """The experts that none of these nodes (by default: of the plan's nodes) holds, with the reason."""
+        counted = self._indices_of(alive)
+        found: list[Missing] = []
+        for each in self.layers:
+            for part in each.ranges:
+                if counted.intersection(part.holders):
+                    continue
+                reason = "none of its holders is there" if part.holders else each.missing
+                last = found[-1] if found else None
+                if last and (last.layer, last.end, last.reason) == (each.layer, part.first, reason):
+                    found[-1] = last._replace(end=part.end)
+                else:
+                    found.append(Missing(each.layer, part.first, part.end, reason))
+        return tuple(found)
+
+    def _indices_of(self, alive: Collection[NodeId] | None) -> set[int]:
+        return {index for index, node in enumerate(self.nodes) if alive is None or node in alive}
+
+    def holds_the_same_as(self, other: Plan) -> bool:
+        """Whether both give the same experts to the same nodes, in the same order, with the same reasons."""
+        mine, theirs = ((each.nodes, each.layers, each.degraded) for each in (self, other))
+        return mine == theirs
 
 
 PLAN: Final = Family("plan", (Plan,), SIGNED_SIZE_MAX)
@@ -180,11 +228,52 @@ def _nth_other(node: int, turn: int, n_nodes: int) -> int:
     return (node + 1 + turn % (n_nodes - 1)) % n_nodes
 
 
+def plan_of(
+    holders: Sequence[Sequence[tuple[NodeId, ...]]],
+    layers: Sequence[int],
+    *,
+    epoch: int,
+    term: int,
+    revision: int,
+    missing: Sequence[str],
+    degraded: str,
+) -> Plan:
+    """The plan in which `holders[i][expert]` hold that expert of `layers[i]`; equal neighbours are one range.
+
+    `missing[i]` is why experts of that layer have no holder; it is left out where all have one.
+    """
+    nodes = tuple(sorted({node for layer in holders for each in set(layer) for node in each}))
+    index_of = {node: index for index, node in enumerate(nodes)}
+    return Plan(
+        epoch,
+        term,
+        revision,
+        len(holders[0]),
+        nodes,
+        tuple(
+            LayerPlan(number, _merged(layer, index_of), "" if all(layer) else reason)
+            for number, layer, reason in zip(layers, holders, missing, strict=True)
+        ),
+        degraded,
+    )
+
+
+def _merged(layer: Sequence[tuple[NodeId, ...]], index_of: dict[NodeId, int]) -> tuple[ExpertRange, ...]:
+    ranges = []
+    first = 0
+    for end in range(1, len(layer) + 1):
+        if end == len(layer) or layer[end] != layer[first]:
+            ranges.append(ExpertRange(first, end, tuple(index_of[node] for node in layer[first])))
+            first = end
+    return tuple(ranges)
+
+
 def open_plan(data: bytes, swarm_digest: SwarmDigest, backbone: NodeId) -> Plan:
     """The plan in an encoded `Signed`, if that backbone signed it and it is whole.
 
     Raises `RemoteProtocolError`: as `open_signed` does, or `wrong_node` (another node signed it),
-    `incomplete_plan` (an expert without a place, a holder that is nobody or named twice, parts out of order).
+    `incomplete_plan` (an expert without a holder or a reason, a reason without such an expert, a holder that
+    is nobody or named twice, parts out of order).
     """
     plan, signer = open_signed(data, PLAN, swarm_digest)
     if signer != backbone:
@@ -206,9 +295,11 @@ def _flaw_of(plan: Plan) -> str | None:
         for part in each.ranges:
             if part.first != covered or part.end <= part.first:
                 return f"layer {each.layer} has a gap or an overlap at expert {covered}"
-            if len(set(part.holders)) != len(part.holders) or max(part.holders) >= len(plan.nodes):
+            if len(set(part.holders)) != len(part.holders) or max(part.holders, default=0) >= len(plan.nodes):
                 return f"layer {each.layer} has a holder that is nobody or named twice"
             covered = part.end
         if covered != plan.n_expert:
             return f"layer {each.layer} ends at expert {covered} of {plan.n_expert}"
+        if all(part.holders for part in each.ranges) != (not each.missing):
+            return f"layer {each.layer} does not say why experts have no holder, or says so of none"
     return None

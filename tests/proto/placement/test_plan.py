@@ -63,7 +63,7 @@ def test_every_expert_has_distinct_holders_among_the_workers(plan: Plan) -> None
 
 @pytest.mark.parametrize("workers, holders", [(1, 1), (2, 1), (3, 2), (4, 2), (9, 2)])
 def test_holders_by_default(workers: int, holders: int) -> None:
-    assert _plan(2, 8, workers).coverage() == (16, 16, holders)
+    assert _plan(2, 8, workers).coverage() == (16, 16, holders, 0)
 
 
 @given(plans())
@@ -118,7 +118,7 @@ def test_shards_say_the_same_as_holders(plan: Plan) -> None:
 @given(plans(), st.sets(st.sampled_from(NODES[:40])))
 def test_coverage_counts_what_brute_force_counts(plan: Plan, alive: set[NodeId]) -> None:
     counts = [len(alive.intersection(plan.holders_of(*pair))) for pair in _pairs(plan)]
-    assert plan.coverage(alive) == (len(counts), sum(map(bool, counts)), min(counts))
+    assert plan.coverage(alive) == (len(counts), sum(map(bool, counts)), min(counts), 0)
 
 
 @given(plans())
