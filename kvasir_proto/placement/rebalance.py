@@ -1,11 +1,11 @@
 """From what there is to who holds what: `place`, a plain function, and what it had to leave out.
 
 The order of the rules is the order of the code: the rank rule first, then memory (never promised twice), then
-coverage, then speed (`cost`), then further holders, then the least movement against the previous plan. Two
-drafts are made, one that only mends the previous plan and one that also moves experts to where their shares
-are; the second is taken where it covers more, uses a node that is worth using and was not used, or is faster
-by more than `gain_min`. Both keep a holder wherever they can. The order in which nodes are named changes
-nothing: every table is in the order of node ids. It knows no clock; `transition` says how a plan is reached.
+coverage, then speed (`cost`), then further holders, then the least movement against the previous plan.
+Several drafts are made, from one that only mends the previous plan on; one that changes more is taken where
+it covers more, uses a node that is worth using and was not used, or is faster by more than `gain_min`. The
+order in which nodes are named changes nothing: every table is in the order of node ids. It knows no clock;
+`transition` says how a plan is reached.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class _Task:
         """The mended plan, or one that changes more where that is worth it.
 
         In the order of how much they change: holders keep everything; holders of one expert may change
-        places, which moves nothing; experts move to where shares are; and, where something is left over, as if nobody
-        held anything: what is kept may be in the way of what fits nowhere else.
+        places, which moves nothing; experts move to where shares are; and, where something is left over, as
+        if nobody held anything: what is kept may be in the way of what fits nowhere else.
         """
         balanced = _Draft(self)
         balanced.keep_primaries(within_shares=True)
@@ -385,7 +385,8 @@ class _Draft:
         """Keep the other holders of before, as far as memory goes."""
         for at in self.task.order:
             size = self.task.model.expert_sizes_bytes[at]
-            for holders, kept in zip(self.holders[at], self.task.kept[at], strict=True):
+            for expert, kept in enumerate(self.task.kept[at]):
+                holders = self.holders[at][expert]
                 for i in kept:
                     if len(holders) >= self._wanted(at, expert) - (not holders):
                         break
@@ -404,16 +405,16 @@ class _Draft:
         size = self.task.model.expert_sizes_bytes[at]
         candidates = [i for i in self._may_get(at) if self.free[i] >= size]
         lacking = [
-            (expert, holders)
+            holders
             for expert, holders in enumerate(self.holders[at])
             if len(holders) == n_holders - 1 and self._wanted(at, expert) >= n_holders
         ]
-        parts_max = max(1, RANGES_MAX // 2 // (len(self.holders) * len(self.task.places)))
-        n_of_primary = Counter(holders[0] for _, holders in lacking)
+        parts_max = max(1, RANGES_MAX // 2 // (len(self.holders) * max(1, len(candidates))))
+        n_of_primary = Counter(holders[0] for holders in lacking)
         tiers: dict[str, list[list[int]]] = {}
         turns: dict[int, int] = {}
         last: dict[int, tuple[int, int]] = {}
-        for expert, holders in lacking:
+        for holders in lacking:
             primary = holders[0]
             chosen, n_left = last.get(primary, (primary, 0))
             if not n_left or chosen in holders or self.free[chosen] < size:

@@ -157,8 +157,10 @@ def _with_ranges(*ranges: tuple[int, int, tuple[int, ...]]) -> dict[str, Any]:
         ({"layers": _plan(2, 4, 2).layers[::-1]}, "layers"),
         ({"layers": _plan(1, 4, 2).layers * 2}, "layers"),
         ({"n_expert": 5}, "expert 4 of 5"),
+        (_with_ranges((0, 4, ())), "does not say why"),
+        ({"layers": (dataclasses.replace(_plan(1, 4, 2).layers[0], missing="lost"),)}, "does not say why"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_plans_that_are_not_whole_are_refused(changes: dict[str, Any], flaw: str) -> None:
     plan = dataclasses.replace(_plan(1, 4, 2), **changes)
@@ -191,3 +193,14 @@ def test_plan_knows_what_it_does_not_place(layer: int, expert: int) -> None:
     assert plan.holders_of(2, 3)
     with pytest.raises(LocalProtocolError, match="no expert"):
         plan.holders_of(layer, expert)
+
+
+def test_a_plan_with_a_reason_for_what_is_missing_is_accepted() -> None:
+    layer = LayerPlan(0, (ExpertRange(0, 3, (0,)), ExpertRange(3, 4, ())), "no room")
+    plan = dataclasses.replace(_plan(1, 4, 2), layers=(layer,))
+    assert open_plan(sign_message(KEY, SWARM, plan), SWARM, BACKBONE) == plan
+    assert plan.missing() == ((0, 3, 4, "no room"),)
+    assert plan.coverage() == (4, 3, 0, 0)
+    assert plan.coverage(backbone=NODES[0]) == (4, 3, 0, 3)
+    assert [each[:3] for each in plan.missing({NODES[1]})] == [(0, 0, 3), (0, 3, 4)]
+    assert plan.primary_shard_of(NODES[0]).ranges == ((0, 0, 3),)
