@@ -620,8 +620,10 @@ class AdmissionBook:
         return True
 
     def _take_all(self, revocations: tuple[bytes, ...]) -> None:
+        known = frozenset(self._revoked.values())
         for data in revocations:
-            self.take(data, self._now)
+            if data not in known:
+                self.take(data, self._now)
 
     def _all_revoked(self) -> tuple[bytes, ...]:
         return tuple(self._revoked[each] for each in sorted(self._revoked))
