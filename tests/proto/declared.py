@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 from kvasir_proto.admission import ADMISSION_KEPT, CREDENTIAL, INVITE, REDEMPTION, REVOCATION
 from kvasir_proto.capability import CAPABILITY
 from kvasir_proto.certificate import ENGINE_BINDING
+from kvasir_proto.election.configuration import LINK, NOMINATION, PROPOSAL, RECOVERY
+from kvasir_proto.election.elector import STORED_PROMISES
+from kvasir_proto.election.knowledge import STORED_ELECTORATES, STORED_FENCE
+from kvasir_proto.election.readiness import PRE_VOTE
+from kvasir_proto.election.release import RELEASE
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.limits import Length, Range
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.admission import ADMISSION
+from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
@@ -28,7 +34,7 @@ from kvasir_proto.placement.plan import PLAN
 from kvasir_proto.records import RECORDS_KEPT
 from kvasir_proto.signing import SIGNED
 from kvasir_proto.swarm_manifest import SWARM_MANIFEST
-from kvasir_proto.term_proof import TERM_PROOF, VOTE
+from kvasir_proto.term_proof import ENDORSEMENT, TERM_PROOF, VOTE
 
 FAMILIES: tuple[Family[Any], ...] = (
     SWARM,
@@ -39,6 +45,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     SWARM_MANIFEST,
     CAPABILITY,
     VOTE,
+    ENDORSEMENT,
     TERM_PROOF,
     PLAN,
     MEMBERSHIP,
@@ -51,6 +58,16 @@ FAMILIES: tuple[Family[Any], ...] = (
     CREDENTIAL,
     REVOCATION,
     ADMISSION_KEPT,
+    ELECTION,
+    PRE_VOTE,
+    RELEASE,
+    NOMINATION,
+    PROPOSAL,
+    RECOVERY,
+    LINK,
+    STORED_PROMISES,
+    STORED_ELECTORATES,
+    STORED_FENCE,
 )
 MEMBERS = tuple((family, member) for family in FAMILIES for member in family.members)
 MEMBER_IDS = tuple(f"{family.name.replace(' ', '_')}-{member.kind}" for family, member in MEMBERS)

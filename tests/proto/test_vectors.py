@@ -19,6 +19,7 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.framing import frame
 from kvasir_proto.ids import ModelDigest, SwarmDigest, node_id_of
 from kvasir_proto.messages import Family
+from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP
@@ -31,6 +32,7 @@ from tests.proto.declared import FAMILIES, example_of
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 FOUNDER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+STREAMS: tuple[Family[Any], ...] = (SWARM, ENGINE, LOCAL, MEMBERSHIP, ELECTION)
 WORKERS = tuple(node_id_of(bytes([number]) * 32) for number in (1, 2, 3))
 
 
@@ -45,12 +47,12 @@ def _vectors_of(family: Family[Any]) -> dict[str, str]:
     return {member.kind: encode(example_of(member)).hex() for member in family.members}
 
 
-@pytest.mark.parametrize("family", [SWARM, ENGINE, LOCAL, MEMBERSHIP], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", STREAMS, ids=lambda family: family.name)
 def test_messages_have_the_bytes_they_always_had(family: Family[Any], pytestconfig: pytest.Config) -> None:
     _compare(f"messages_{family.name}.json", _vectors_of(family), pytestconfig)
 
 
-@pytest.mark.parametrize("family", [SWARM, ENGINE, LOCAL, MEMBERSHIP], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", STREAMS, ids=lambda family: family.name)
 def test_bytes_on_record_are_still_understood(family: Family[Any]) -> None:
     recorded = json.loads((VECTORS / f"messages_{family.name}.json").read_text(encoding="ascii"))
     for kind, data in recorded.items():
@@ -61,7 +63,7 @@ def test_records_have_the_bytes_they_always_had(pytestconfig: pytest.Config) -> 
     records = {
         kind: data
         for family in FAMILIES
-        if family not in (SWARM, ENGINE, LOCAL, MEMBERSHIP)
+        if family not in STREAMS
         for kind, data in _vectors_of(family).items()
     }
     _compare("records.json", records, pytestconfig)

@@ -1,0 +1,182 @@
+"""A backbone's time in office: how long its lease runs, and which electorate it is making.
+
+Counts grants and endorsements. A lease granted by the electorate before is good until it ends, because the
+next electorate cannot act without one of its electors; but the one after that could. So a second change waits
+until the electorate of the first has granted a lease of its own.
+"""
+
+from __future__ import annotations
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_proto.codec import decode
+from kvasir_proto.election.configuration import Proposal, commits, make_link, successor_of
+from kvasir_proto.election.lease import usable_until
+from kvasir_proto.election.quorum import instant_of_quorum
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
+from kvasir_proto.instants import Duration, Instant
+from kvasir_proto.messages.election import ElectorateProposal
+from kvasir_proto.signing import SIGNED, Signed, sign_message, verify
+from kvasir_proto.term_proof import ENDORSEMENT, Electorate, Endorsement, ProvenTerm
+
+_REQUESTS_MAX = 16
+"""Lease requests whose grants still count: more than a lease has."""
+
+
+class Tenure:
+    """The term that this node won, until it ends. `unfinished` is an electorate that it must finish first."""
+
+    def __init__(
+        self,
+        private_key: Ed25519PrivateKey,
+        swarm_digest: SwarmDigest,
+        term: ProvenTerm,
+        electorate: Electorate,
+        lease: Duration,
+        unfinished: Proposal | None,
+    ) -> None:
+        self._private_key = private_key
+        self._swarm_digest = swarm_digest
+        self._lease = lease
+        self.term = term
+        self.electorate = electorate
+        self.until: Instant | None = None
+        self.number = 0
+        self._asked: dict[int, Instant] = {}
+        self._granted: dict[bytes, Instant] = {}
+        self.knows_proof: set[NodeId] = set()
+        self._is_confirmed = False
+        self._unfinished = unfinished
+        self._wanted: tuple[tuple[bytes, ...], bytes] | None = None
+        self.proposal: Proposal | None = None
+        self._endorsements: dict[bytes, Signed] = {}
+
+    # --- the lease ------------------------------------------------------------------------------------------
+
+    def ask(self, now: Instant) -> int:
+        """The number of the request that is sent now."""
+        self.number += 1
+        self._asked[self.number] = now
+        self._asked.pop(self.number - _REQUESTS_MAX, None)
+        return self.number
+
+    def take_grant(self, elector: NodeId, number: int) -> bool:
+        """Count the grant of a request. Says whether the lease got longer."""
+        public_key = public_key_of(elector)
+        asked = self._asked.get(number)
+        if asked is None or public_key not in self.electorate.members:
+            return False
+        self.knows_proof.add(elector)
+        self._granted[public_key] = max(asked, self._granted.get(public_key, asked))
+        reached = instant_of_quorum(
+            (self._granted[each] for each in sorted(self._granted)), self.electorate.quorum
+        )
+        if reached is None:
+            return False
+        self._is_confirmed = True
+        until = usable_until(reached, self._lease)
+        if self.until is not None and until <= self.until:
+            return False
+        self.until = until
+        return True
+
+    def adopt_electorate(self, electorate: Electorate) -> None:
+        """Another electorate is the newest one. Only grants asked for after this count under it."""
+        self.electorate = electorate
+        self._asked.clear()
+        self._granted.clear()
+        self.knows_proof.clear()
+        self._is_confirmed = False
+        if self._unfinished is not None and self._unfinished.electorate.predecessor != electorate.digest():
+            self._unfinished = None
+        if self.proposal is not None and self.proposal.electorate.predecessor != electorate.digest():
+            self.proposal = None
+            self._endorsements.clear()
+        if self._wanted is not None and self._wanted[0] == electorate.members:
+            self._wanted = None
+
+    # --- the next electorate --------------------------------------------------------------------------------
+
+    def want(self, members: tuple[bytes, ...], nomination: bytes) -> bool:
+        """Ask for these electors. False if it is more than one change, or one that is under way."""
+        if self.proposal is not None or len(set(members) ^ set(self.electorate.members)) != 1 or not members:
+            return False
+        self._wanted = (tuple(sorted(members)), nomination)
+        return True
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another electorate is asked for or proposed."""
+        return self.proposal is not None or self._wanted is not None
+
+    def drop_unanswered(self) -> bool:
+        """Forget a proposal that only the one who would be added was asked about. Says whether it was one."""
+        if self.proposal is None or self._is_old_asked():
+            return False
+        self._wanted = self.proposal = None
+        self._endorsements.clear()
+        return True
+
+    def propose(self) -> bool:
+        """Begin the next proposal, if there is one to make. Says whether it began."""
+        if self.proposal is not None or not self._is_confirmed:
+            return False
+        electorate, epoch, term = self.electorate, self.term.epoch, self.term.term
+        if self._unfinished is not None:
+            unfinished = self._unfinished
+            self.proposal = Proposal(epoch, term, unfinished.electorate, unfinished.nomination)
+        elif self._wanted is None:
+            return False
+        elif electorate.term != term:
+            # Made by another backbone: committed once more in this term before it is changed.
+            self.proposal = Proposal(epoch, term, successor_of(electorate, electorate.members, term), b"")
+        else:
+            members, nomination = self._wanted
+            if len(set(members) ^ set(electorate.members)) != 1:
+                self._wanted = None
+                return False
+            self.proposal = Proposal(epoch, term, successor_of(electorate, members, term), nomination)
+        return True
+
+    def proposal_message(self, proof: bytes) -> ElectorateProposal:
+        """The signed proposal, with the proof of this backbone under the present electorate."""
+        assert self.proposal is not None
+        return ElectorateProposal(sign_message(self._private_key, self._swarm_digest, self.proposal), proof)
+
+    @property
+    def to_ask(self) -> tuple[NodeId, ...]:
+        """Who should endorse the proposal and has not, in the order of their keys.
+
+        The one who would be added is asked alone first. If it never answers, no elector has endorsed anything
+        and the proposal can be dropped: a founder that took in a second elector which then is not there could
+        never again make another electorate.
+        """
+        if self.proposal is None:
+            return ()
+        present, members = set(self.electorate.members), set(self.proposal.electorate.members)
+        asked = members | present if self._is_old_asked() else members - present
+        return tuple(node_id_of(each) for each in sorted(asked) if each not in self._endorsements)
+
+    def _is_old_asked(self) -> bool:
+        assert self.proposal is not None
+        added = set(self.proposal.electorate.members) - set(self.electorate.members)
+        return self.proposal.electorate.term != self.term.term or added <= self._endorsements.keys()
+
+    def take_endorsement(self, data: bytes, sender: NodeId) -> bytes | None:
+        """Count an endorsement; the encoded link once there are enough. Raises `RemoteProtocolError`."""
+        public_key = public_key_of(sender)
+        if self.proposal is None or public_key in self._endorsements:
+            return None
+        electorate = self.proposal.electorate
+        signed = decode(data, SIGNED)
+        if signed.signer != public_key or public_key not in {*electorate.members, *self.electorate.members}:
+            raise RemoteProtocolError("an endorsement is by somebody who has no vote", "not_an_elector")
+        expected = Endorsement(*self.term, electorate.digest())
+        if decode(signed.payload, ENDORSEMENT) != expected:
+            return None  # of the proposal before this one
+        verify(signed, Endorsement.kind, self._swarm_digest)
+        self._endorsements[public_key] = signed
+        if not commits(set(self._endorsements), electorate, self.electorate):
+            return None
+        return make_link(electorate, self.term, self._endorsements.values())
