@@ -6,11 +6,11 @@ import pytest
 
 from kvasir_proto.codec import encode
 from kvasir_proto.election.configuration import make_recovery
-from kvasir_proto.election.requests import AdoptProof, Recover
+from kvasir_proto.election.requests import AdoptProof, CatchUp, Recover
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.messages.election import Evidence
-from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_term_proof
+from kvasir_proto.term_proof import ProvenTerm, cast_vote, founding_electorate, make_term_proof
 from tests.proto.election.swarm import IDS, KEYS, RECOVERY_KEY, SWARM, Swarm, settled
 
 
@@ -97,3 +97,38 @@ def test_fence_and_votes_survive_a_restart() -> None:
         again = swarm.nodes[number].core
         assert again is not None
         assert (again.fence, again.electorate, again.won) == before
+
+
+def test_a_node_with_an_anchor_believes_nothing_before_it() -> None:
+    """DESIGN 4: invites carry the digest of an electorate; the founder's key alone proves nothing then."""
+    swarm = grown()
+    core = swarm.nodes[0].core
+    assert core is not None
+    anchor, source = core.electorate.digest(), IDS[0]
+    root = founding_electorate(KEYS[0].public_key().public_bytes_raw(), "open")
+    term = ProvenTerm(0, 9, IDS[0])
+    forged = make_term_proof(root, term, [cast_vote(KEYS[0], SWARM, root, term)])
+    swarm.crash(4)
+    swarm.nodes[4].disk.clear()
+    swarm.start(4, anchor=anchor)
+    swarm.command(4, AdoptProof(forged, IDS[1]))
+    joined = swarm.nodes[4].core
+    assert joined is not None
+    assert joined.fence is None
+    swarm.command(4, CatchUp(source))
+    swarm.run(200)
+    assert joined.electorate.digest() == anchor
+    assert joined.fence == core.fence
+
+
+def test_a_lease_under_the_first_electorate_is_awaited_before_the_second_change() -> None:
+    """1 -> 2 -> 3 within a lease: each change waits for grants of the electorate before it."""
+    swarm = Swarm(8, 3)
+    swarm.start_all()
+    swarm.run(10_000, until=lambda: len(swarm.electorates) >= 2)
+    core = swarm.nodes[0].core
+    assert core is not None
+    tenure = core._tenure
+    assert tenure is not None
+    assert not tenure._is_confirmed
+    assert not tenure.propose()
