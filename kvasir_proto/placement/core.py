@@ -306,26 +306,32 @@ class PlacementCore:
             return 0
         return self._model.shard_size_bytes(_without(shard, one.holding))
 
+    def _has_room(self, plan: Plan, one: Place) -> bool:
+        """Whether what the plan gives a node fits where the node now says it has room."""
+        return self._model.shard_size_bytes(plan.shard_of(one.node_id)) <= one.free_bytes
+
     def _watch_step(self, now: Now) -> None:
         """See whether the holders have proved the plan; shun those that had their time."""
         if self._step_ends is None or self._plan is None:
             return
         late = [
-            each.node_id
+            each
             for each in sorted(self._places(), key=lambda each: each.node_id)
             if each.is_usable
             and each.state != "suspect"
             and each.node_id in self._plan.nodes
             and self._unproved_bytes(self._plan, each)
         ]
+        # Who has less room than it said will prove nothing: to wait for it is no use, and it is not to blame.
+        late = [each for each in late if self._has_room(self._plan, each)]
         if late and now.instant < self._step_ends:
             return
         self._step_ends = None
         self._note_news(now)
-        for node in late:
-            self._shunned[node] = after(now.instant, self._options.retry_after)
+        for each in late:
+            self._shunned[each.node_id] = after(now.instant, self._options.retry_after)
             self._effects.append(
-                Notice("shard_not_proved", (("node", node), ("revision", self._plan.revision)))
+                Notice("shard_not_proved", (("node", each.node_id), ("revision", self._plan.revision)))
             )
 
     def _forgive(self, now: Now) -> None:

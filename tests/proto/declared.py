@@ -28,6 +28,7 @@ from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
+from kvasir_proto.messages.plan import PLAN_EXCHANGE
 from kvasir_proto.messages.records import RECORDS
 from kvasir_proto.messages.swarm import SWARM
 from kvasir_proto.placement.plan import PLAN
@@ -48,6 +49,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     ENDORSEMENT,
     TERM_PROOF,
     PLAN,
+    PLAN_EXCHANGE,
     MEMBERSHIP,
     RESERVED_INCARNATIONS,
     RECORDS,

@@ -1,0 +1,1020 @@
+"""One node's whole part in the swarm: the cores behind five verbs, and what they owe each other.
+
+Membership, records, admission, election and placement are strangers; what one finds out and another must know
+passes here and nowhere else. A death makes the election look sooner and the placement plan anew, a record
+makes a candidate, a lease makes a planner. Whatever needs many facts at once (who stands, who votes, who
+holds what) is reviewed a moment after something changed, not at each change, so that a burst costs one
+review. Files, streams and clocks are the driver's; a session's tokens never pass here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_proto.admission import (
+    AdmissionBook,
+    AdmissionEvent,
+    CredentialGained,
+    IssueInvite,
+    KnowElectors,
+    MembershipChanged,
+    Revoke,
+    UseInvite,
+)
+from kvasir_proto.capability import CapabilityRecord, HeldShard, held_shard
+from kvasir_proto.effects import Effect, Notice, Now, Send, Slot
+from kvasir_proto.election.configuration import sign_nomination
+from kvasir_proto.election.core import ElectionCore
+from kvasir_proto.election.options import LAN as ELECTION_LAN
+from kvasir_proto.election.options import WAN as ELECTION_WAN
+from kvasir_proto.election.options import ElectionOptions
+from kvasir_proto.election.requests import (
+    AdoptAnnouncement,
+    AdoptProof,
+    ChangeElectorate,
+    ElectionEvent,
+    ElectorateChanged,
+    LeaseHeld,
+    LeaseLost,
+    Recover,
+    SetCandidacy,
+    SetMembers,
+    StepDown,
+    SuspectBackbone,
+    TermFollowed,
+    TermVoided,
+)
+from kvasir_proto.election.states import Role
+from kvasir_proto.election.succession import next_electorate
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId, node_id_of
+from kvasir_proto.instants import Duration, Instant, after, between, milliseconds
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.manifest import ShardSet
+from kvasir_proto.membership import options as membership_options
+from kvasir_proto.membership.core import MembershipCore
+from kvasir_proto.membership.events import (
+    AnnounceRecord,
+    ClockSuspected,
+    ConnectionLost,
+    Leave,
+    MemberChanged,
+    MembershipEvent,
+    RecordHint,
+    Seed,
+    SelfConflicted,
+)
+from kvasir_proto.membership.options import MembershipOptions
+from kvasir_proto.membership.table import Member
+from kvasir_proto.messages.core import (
+    ADMISSION_MESSAGES,
+    ELECTION_MESSAGES,
+    MEMBERSHIP_MESSAGES,
+    RECORD_MESSAGES,
+    CoreMessage,
+)
+from kvasir_proto.messages.election import Knowledge
+from kvasir_proto.messages.plan import PlanAccept, PlanOffer, PlanRefusal
+from kvasir_proto.messages.records import RecordReply
+from kvasir_proto.placement import options as placement_options
+from kvasir_proto.placement.core import BecomeBackbone, NotePlan, PlacementCore, PlanDue, SetInventory
+from kvasir_proto.placement.core import StepDown as StopPlanning
+from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState
+from kvasir_proto.placement.options import PlacementOptions
+from kvasir_proto.placement.plan import Coverage, Missing, Plan, open_plan
+from kvasir_proto.plan_offers import PlanOffers
+from kvasir_proto.ranking import CandidateRank, candidate_rank, may_be_backbone
+from kvasir_proto.records import LAN as RECORDS_LAN
+from kvasir_proto.records import WAN as RECORDS_WAN
+from kvasir_proto.records import (
+    Fetch,
+    IdentityContested,
+    JudgeAnew,
+    PublishOwn,
+    RecordBook,
+    RecordChanged,
+    RecordEvent,
+    RecordOptions,
+    Withdraw,
+)
+from kvasir_proto.signing import sign_message
+from kvasir_proto.swarm_manifest import FoundedSwarm
+from kvasir_proto.term_proof import Electorate, ProvenTerm, verify_term_proof
+
+if TYPE_CHECKING:
+    import random
+
+REVIEW_DELAY: Final[Duration] = milliseconds(200)
+"""How long after a change everything that follows from many facts is looked at again."""
+WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
+"""How often it is looked at while an elector is not alive: it counts how long."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    """The knobs of all cores."""
+
+    membership: MembershipOptions
+    election: ElectionOptions
+    records: RecordOptions
+    placement: PlacementOptions
+
+
+LAN: Final = CoreOptions(membership_options.LAN, ELECTION_LAN, RECORDS_LAN, placement_options.LAN)
+WAN: Final = CoreOptions(membership_options.WAN, ELECTION_WAN, RECORDS_WAN, placement_options.WAN)
+
+
+# --- what a node is told ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Say this of this node from now on. Its number, expiry, shard and state are filled in here."""
+
+    record: CapabilityRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoaded:
+    """The engine serves this node's shard of that plan; it takes so much memory."""
+
+    epoch: int
+    term: int
+    revision: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRefused:
+    """The engine cannot serve this node's shard of that plan. `need_bytes` is 0 unless memory is why."""
+
+    epoch: int
+    term: int
+    revision: int
+    code: str
+    reason: str
+    need_bytes: int = 0
+    have_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLost:
+    """The engine has ended: what it held must be loaded again. `reason` is for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HolderFailed:
+    """As backbone: the connection to this holder broke, or could not be made, and it is to be asked again."""
+
+    node_id: NodeId
+    reason: str
+
+
+NodeCommand: TypeAlias = (
+    Seed
+    | ConnectionLost
+    | Leave
+    | Describe
+    | ShardLoaded
+    | ShardRefused
+    | ShardLost
+    | HolderFailed
+    | AdoptProof
+    | StepDown
+    | Recover
+    | IssueInvite
+    | UseInvite
+    | Revoke
+)
+
+
+# --- what a node tells its driver ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReceived:
+    """A new plan of the term's backbone: this node is to serve its shard of it, which may be empty."""
+
+    plan: Plan
+    signed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HolderReady:
+    """As backbone: this node says that it serves its shard of the plan."""
+
+    node_id: NodeId
+    plan: Plan
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRefused:
+    """As backbone: this node cannot serve its shard of the plan, and why."""
+
+    node_id: NodeId
+    code: str
+    reason: str
+
+
+NodeEvent: TypeAlias = (
+    MembershipEvent
+    | RecordEvent
+    | AdmissionEvent
+    | ElectionEvent
+    | PlanReceived
+    | HolderReady
+    | HolderRefused
+)
+
+NodeState: TypeAlias = Literal[
+    "joining", "electing", "loading", "ready", "degraded", "isolated", "conflicted", "stopping"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What a node believes at one moment; for `status`, the simulator and tests."""
+
+    node_id: NodeId
+    state: NodeState
+    reason: str
+    fence: ProvenTerm | None
+    role: Role
+    lease_until: Instant | None
+    electorate: Electorate
+    members: tuple[Member, ...]
+    plan: Plan | None
+    is_serving_plan: bool
+    coverage: Coverage | None
+    missing: tuple[Missing, ...]
+    clock_offset: Duration | None
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What follows from a node's record, kept until it says something else."""
+
+    record: CapabilityRecord
+    rank: CandidateRank | None
+    """Among candidates for backbone; None when it is none."""
+    dead_since: Instant | None = None
+    holding: ShardSet = field(default_factory=ShardSet)
+    """What it has said, as a holder of our plan, that it serves."""
+    room_bytes: int | None = None
+    """What it had room for when it refused a shard; None while it has refused none."""
+
+
+class NodeCore:
+    """See the module. `capability` is what the node says of itself at first; `model` what there is to place.
+
+    `stored` has what was persisted in each slot before. Raises `LocalProtocolError` or `RemoteProtocolError`
+    when a slot is damaged: a node that forgot what it promised must not go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        private_key: Ed25519PrivateKey,
+        swarm: FoundedSwarm,
+        capability: CapabilityRecord,
+        model: ModelShape,
+        options: CoreOptions,
+        stored: Mapping[Slot, bytes],
+        entropy: random.Random,
+        now: Now,
+        anchor: bytes | None = None,
+    ) -> None:
+        manifest = swarm.manifest
+        self._private_key = private_key
+        self._node_id = node_id_of(private_key.public_key().public_bytes_raw())
+        self._swarm = swarm
+        self._options = options
+        self._capability = capability
+        self._is_by_invitation = manifest.admission == "invite"
+        self._is_founder = manifest.founder_public_key == private_key.public_key().public_bytes_raw()
+        self._membership = MembershipCore(
+            node_id=self._node_id,
+            options=options.membership,
+            stored=stored.get("incarnation"),
+            entropy=entropy,
+            now=now,
+        )
+        self._admission = AdmissionBook(
+            private_key=private_key,
+            swarm=swarm,
+            stored=stored.get("admission"),
+            entropy=entropy,
+            now=now,
+        )
+        self._book = RecordBook(
+            private_key=private_key,
+            swarm=swarm.digest,
+            options=options.records,
+            stored=stored.get("records"),
+            entropy=entropy,
+            now=now,
+            admission=self._admission,
+        )
+        self._election = ElectionCore(
+            private_key=private_key,
+            swarm_digest=swarm.digest,
+            founder_public_key=manifest.founder_public_key,
+            recovery_public_key=manifest.recovery_public_key,
+            rule=manifest.electorate,
+            options=options.election,
+            stored=stored,
+            entropy=entropy,
+            now=now,
+            anchor=anchor,
+        )
+        self._placement = PlacementCore(
+            node_id=self._node_id,
+            model=model,
+            options=replace(options.placement, trust_claims=manifest.certificates == "claimed"),
+            stored=stored.get("plan"),
+            now=now,
+        )
+        self._offers = PlanOffers()
+        self._effects: list[Effect | NodeEvent] = []
+        self._standing: dict[NodeId, _Standing] = {}
+        self._review_at: Instant | None = now.instant
+        self._has_left = False
+        self._conflict = ""
+        self._clock_offset: Duration | None = None
+        self._candidacy = SetCandidacy(False)
+        self._known_members = SetMembers()
+        self._seeds: tuple[NodeId, ...] = ()
+        self._plan = self._placement.plan
+        self._signed_plan = b""
+        self._served: Plan | None = None
+        self._served_bytes = 0
+        self._refusal: ShardRefused | None = None
+        self._held: HeldShard | None = None
+        self._is_planning = False
+        electorate = self._election.electorate
+        self._admission.command(KnowElectors(electorate.members), now)
+        self._settle(now)
+
+    # --- the five verbs -------------------------------------------------------------------------------------
+
+    def receive(self, message: CoreMessage, sender: NodeId, now: Now) -> None:
+        """A message of a node whose id the transport proved. Raises `RemoteProtocolError` for a bad one.
+
+        In a swarm by invitation a node is heard once its record has been: until then it may only show that,
+        redeem its invite, and ask what was revoked.
+        """
+        if self._has_left:
+            return
+        try:
+            if isinstance(message, ADMISSION_MESSAGES):
+                self._admission.receive(message, sender, now)
+            elif not isinstance(message, RECORD_MESSAGES) and not self._may_speak(sender):
+                raise RemoteProtocolError(
+                    "this swarm is by invitation: show your record first", "not_a_member"
+                )
+            elif isinstance(message, MEMBERSHIP_MESSAGES):
+                self._membership.receive(message, sender, now)
+            elif isinstance(message, ELECTION_MESSAGES):
+                # With two processes under one identity each would keep its promises and both together none.
+                if not self._conflict or isinstance(message, Knowledge):
+                    self._election.receive(message, sender, now)
+            elif isinstance(message, RECORD_MESSAGES):
+                self._book.receive(message, sender, now)
+            elif isinstance(message, PlanOffer):
+                self._take_offer(message, sender, now)
+            elif isinstance(message, PlanAccept | PlanRefusal):
+                self._take_answer(message, sender, now)
+        finally:
+            self._settle(now)
+
+    def receive_published(
+        self, topic: Literal["records", "terms"], data: bytes, forwarder: NodeId, now: Now
+    ) -> None:
+        """Something that came by gossip."""
+        if self._has_left:
+            return
+        if topic == "records":
+            if self._book.take(data, now).code == "wrong_kind":
+                self._admission.take(data, now)
+        else:
+            self._election.command(AdoptAnnouncement(data, forwarder), now)
+        self._settle(now)
+
+    def receive_record(self, data: bytes, now: Now) -> None:
+        """The answer to a `FetchRecord`."""
+        if not self._has_left:
+            self._book.take(data, now)
+            self._settle(now)
+
+    def command(self, request: NodeCommand, now: Now) -> None:
+        """What this node wants, or what its engine says.
+
+        Raises `RemoteProtocolError` for a bad `Recover` or `Revoke`, `LocalProtocolError` for an invite that
+        this node may not issue.
+        """
+        if self._has_left:
+            return
+        match request:
+            case Seed(node_ids):
+                self._seeds = node_ids
+                self._introduce_to(node_ids)
+                self._membership.command(request, now)
+            case ConnectionLost():
+                self._membership.command(request, now)
+            case IssueInvite() | UseInvite() | Revoke():
+                self._admission.command(request, now)
+            case AdoptProof() | StepDown() | Recover():
+                self._election.command(request, now)
+            case Describe(record):
+                self._capability = record
+                self._note_change(now.instant)
+            case Leave():
+                self._leave(request, now)
+            case ShardLoaded():
+                self._note_loaded(request, now)
+            case ShardRefused():
+                self._note_refused(request, now)
+            case ShardLost():
+                self._served, self._held = None, None
+                self._note_change(now.instant)
+            case HolderFailed(node_id, _):
+                self._forget_holding(node_id)
+                self._offers.hurry(node_id, now.instant)
+                self._note_change(now.instant)
+        self._settle(now)
+
+    def tick(self, now: Now) -> None:
+        """Do what is due."""
+        for core in (self._membership, self._admission, self._book, self._election, self._placement):
+            deadline = core.next_deadline()
+            if deadline is not None and deadline <= now.instant:
+                core.tick(now)
+        self._offers.tick(now.instant)
+        self._settle(now)
+        if self._review_at is not None and self._review_at <= now.instant and not self._has_left:
+            self._review_at = None
+            self._review(now)
+            self._settle(now)
+
+    def next_deadline(self) -> Instant | None:
+        """When to call `tick` next."""
+        deadlines = (
+            self._membership.next_deadline(),
+            self._admission.next_deadline(),
+            self._book.next_deadline(),
+            self._election.next_deadline(),
+            self._placement.next_deadline(),
+            self._offers.next_deadline(),
+            self._review_at,
+        )
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def drain(self) -> list[Effect | NodeEvent]:
+        """What is to be done and told, in order, each once."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # --- snapshots ------------------------------------------------------------------------------------------
+
+    @property
+    def node_id(self) -> NodeId:
+        """This node's id."""
+        return self._node_id
+
+    @property
+    def fence(self) -> ProvenTerm | None:
+        """The highest term with a proof."""
+        return self._election.fence
+
+    @property
+    def proof(self) -> bytes:
+        """That proof, or b""."""
+        return self._election.proof
+
+    @property
+    def incarnation(self) -> int:
+        """This node's own incarnation."""
+        return self._membership.incarnation
+
+    def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
+        """What this node says of itself, as far as it is known here."""
+        return self._book.record_of(node_id)
+
+    def check_proof(self, proof: bytes, source: NodeId, now: Now) -> ProvenTerm:
+        """The term that a proof shows, which `source` brought along, if it is the newest that is known.
+
+        Raises `RemoteProtocolError`: as `verify_term_proof` does, or `stale_term`.
+        """
+        self._election.command(AdoptProof(proof, source), now)
+        self._settle(now)
+        term = verify_term_proof(proof, self._swarm.digest, self._election.electorate)
+        fence = self._election.fence
+        if fence is not None and term[:2] < fence[:2]:
+            raise RemoteProtocolError(f"({term.epoch}, {term.term}) is behind the fence", "stale_term")
+        return term
+
+    def view(self) -> NodeView:
+        """What this node believes now."""
+        state, reason = self._state()
+        coverage, missing = self._coverage()
+        return NodeView(
+            node_id=self._node_id,
+            state=state,
+            reason=reason,
+            fence=self._election.fence,
+            role=self._election.role,
+            lease_until=self._election.lease_until,
+            electorate=self._election.electorate,
+            members=self._membership.members(),
+            plan=self._plan,
+            is_serving_plan=self._served is not None and self._served == self._plan,
+            coverage=coverage,
+            missing=missing,
+            clock_offset=self._clock_offset,
+        )
+
+    def _state(self) -> tuple[NodeState, str]:
+        fence = self._election.fence
+        if self._has_left:
+            return "stopping", ""
+        if self._conflict:
+            return "conflicted", self._conflict
+        if fence is None:
+            return "joining", "no backbone is known yet"
+        if fence.backbone == self._node_id:
+            return self._state_of_backbone(fence)
+        backbone = self._membership.member(fence.backbone)
+        if backbone is None or backbone.state in ("dead", "left"):
+            seen = "is not known here" if backbone is None else f"is {backbone.state}"
+            if self._membership.live_count == 1:
+                return "isolated", f"no member answers, and the backbone {fence.backbone} {seen}"
+            return "electing", f"the backbone {fence.backbone} {seen}"
+        if self._plan is None or not _is_of(self._plan, fence):
+            return "joining", "no plan yet"
+        if self._refusal is not None:
+            return "degraded", self._refusal.reason
+        if self._served != self._plan:
+            return "loading", f"loading {len(self._plan.shard_of(self._node_id))} experts"
+        return "ready", ""
+
+    def _state_of_backbone(self, fence: ProvenTerm) -> tuple[NodeState, str]:
+        if self._election.lease_until is None:
+            return (
+                "isolated",
+                f"no quorum of the electorate grants the lease of ({fence.epoch}, {fence.term})",
+            )
+        plan = self._plan
+        if plan is None or not _is_of(plan, fence):
+            n_workers = sum(each != self._node_id and self._is_live(each) for each in self._standing)
+            waits = f"{n_workers} workers are there" if n_workers else "no worker has joined"
+            return "joining", f"no plan yet: {waits}"
+        coverage, missing = self._coverage()
+        assert coverage is not None
+        if missing:
+            first = missing[0]
+            return "joining", (
+                f"{coverage.n_pairs - coverage.n_pairs_held} of {coverage.n_pairs} experts have no holder, "
+                f"the first in layer {first.layer}: {first.reason}"
+            )
+        return ("degraded", plan.degraded) if plan.degraded else ("ready", "")
+
+    def _coverage(self) -> tuple[Coverage | None, tuple[Missing, ...]]:
+        """How well the plan is served: as backbone by those that said so, else by those that are there."""
+        plan = self._plan
+        if plan is None:
+            return None, ()
+        fence = self._election.fence
+        own = fence is not None and fence.backbone == self._node_id
+        serving = {each for each in plan.nodes if (self._serves(plan, each) if own else self._is_live(each))}
+        return plan.coverage(serving, fence.backbone if fence else None), plan.missing(serving)
+
+    def _serves(self, plan: Plan, node_id: NodeId) -> bool:
+        """As backbone: whether this node has said that it holds its shard of this plan."""
+        if node_id == self._node_id:
+            return self._served is not None and self._served.shard_of(node_id) == plan.shard_of(node_id)
+        standing = self._standing.get(node_id)
+        if standing is None or not self._is_live(node_id):
+            return False
+        return not plan.shard_of(node_id).difference(standing.holding)
+
+    # --- between the cores ----------------------------------------------------------------------------------
+
+    def _settle(self, now: Now) -> None:
+        """Pass on what the cores say until none has more to say."""
+        is_quiet = False
+        while not is_quiet:
+            is_quiet = True
+            for output in (
+                self._membership.drain(),
+                self._admission.drain(),
+                self._book.drain(),
+                self._election.drain(),
+            ):
+                for each in output:
+                    is_quiet = False
+                    self._effects.append(each)
+                    self._hear(each, now)
+            for due in self._placement.drain():
+                is_quiet = False
+                if isinstance(due, PlanDue):
+                    self._issue(due.plan, now)
+                else:
+                    self._effects.append(due)
+            offers = self._offers.drain()
+            self._effects += offers
+
+    def _hear(self, event: Effect | NodeEvent, now: Now) -> None:
+        match event:
+            case MemberChanged():
+                self._hear_of_member(event, now)
+            case RecordHint():
+                known = self._book.record_of(event.node_id)
+                if known is None or known.sequence < event.sequence:
+                    self._book.command(Fetch(event.node_id, event.digest, event.from_node), now)
+            case SelfConflicted():
+                self._note_conflict(event.reason, now)
+            case IdentityContested():
+                self._note_conflict("a record with this node's identity comes from elsewhere", now)
+            case ClockSuspected(offset):
+                self._clock_offset = offset
+                self._note_change(now.instant)
+            case RecordChanged():
+                self._hear_of_record(event, now)
+            case LeaseHeld():
+                if not self._is_planning:
+                    self._begin_planning(now)
+            case LeaseLost() | TermVoided():
+                self._end_planning(now)
+            case ElectorateChanged(electorate, _):
+                self._admission.command(KnowElectors(electorate.members), now)
+                self._note_change(now.instant)
+            case TermFollowed():
+                self._note_change(now.instant)
+            case CredentialGained():
+                self._book.command(PublishOwn(self._own_record()), now)
+                self._introduce_to(self._seeds)
+                self._note_change(now.instant)
+            case MembershipChanged():
+                self._book.command(JudgeAnew(), now)
+                self._note_change(now.instant)
+            case _:
+                pass
+
+    def _hear_of_member(self, event: MemberChanged, now: Now) -> None:
+        standing = self._standing.get(event.node_id)
+        if event.state in ("alive", "suspect"):
+            if standing is not None:
+                standing.dead_since = None
+        else:
+            if standing is not None and standing.dead_since is None:
+                standing.dead_since = now.instant
+            self._forget_holding(event.node_id)
+        fence = self._election.fence
+        if fence is not None and fence.backbone == event.node_id and event.state != "alive":
+            self._election.command(SuspectBackbone(event.node_id), now)
+        self._note_change(now.instant)
+
+    def _hear_of_record(self, event: RecordChanged, now: Now) -> None:
+        if event.record is None:
+            self._standing.pop(event.node_id, None)
+        else:
+            before = self._standing.get(event.node_id)
+            is_candidate = may_be_backbone(event.record, self._swarm.manifest)
+            rank = candidate_rank(event.record) if is_candidate else None
+            if before is None:
+                self._standing[event.node_id] = _Standing(event.record, rank)
+            else:
+                if before.record.memory_bytes != event.record.memory_bytes:
+                    before.room_bytes = None
+                before.record, before.rank = event.record, rank
+            if event.node_id == self._node_id:
+                self._membership.command(AnnounceRecord(event.record.sequence, event.digest), now)
+        self._note_change(now.instant)
+
+    def _note_conflict(self, reason: str, now: Now) -> None:
+        """Another process has this identity. Named and shown until restarted: promises cannot be shared."""
+        if not self._conflict:
+            self._conflict = reason
+            self._effects.append(Notice("identity_conflicted", (("reason", reason),)))
+            if self._election.role is not Role.FOLLOWER:
+                self._election.command(StepDown("its identity is used twice"), now)
+        self._note_change(now.instant)
+
+    def _leave(self, request: Leave, now: Now) -> None:
+        if self._election.role is not Role.FOLLOWER:
+            self._election.command(StepDown(request.reason), now)
+        self._book.command(Withdraw(), now)
+        self._membership.command(request, now)
+        self._settle(now)
+        self._has_left = True
+        self._review_at = None
+
+    # --- what follows from many facts -----------------------------------------------------------------------
+
+    def _note_change(self, now: Instant, delay: Duration = REVIEW_DELAY) -> None:
+        due = after(now, delay)
+        if not self._has_left and (self._review_at is None or due < self._review_at):
+            self._review_at = due
+
+    def _review(self, now: Now) -> None:
+        """Say what this node is, whether it stands, who may vote, and as backbone who holds what."""
+        self._book.command(PublishOwn(self._own_record()), now)
+        self._settle(now)
+        self._review_candidacy(now)
+        electors = [node_id_of(each) for each in self._election.electorate.members]
+        eligible = self._eligible(electors)
+        dead = frozenset(each for each in electors if self._is_long_dead(each, now.instant))
+        members = SetMembers(frozenset(eligible), dead, frozenset())
+        if members != self._known_members:
+            self._known_members = members
+            self._election.command(members, now)
+        if any(each != self._node_id and not self._is_live(each) for each in electors):
+            self._note_change(now.instant, WATCH_INTERVAL)
+        if self._election.role is not Role.BACKBONE:
+            return
+        self._review_electorate(electors, eligible, dead, now)
+        if self._is_planning:
+            self._placement.command(SetInventory(self._places()), now)
+
+    def _own_record(self) -> CapabilityRecord:
+        """What this node says of itself now."""
+        state, reason = self._state()
+        return replace(
+            self._capability,
+            held=self._held,
+            state=state,
+            reason=reason,
+            credential=self._admission.credential,
+        )
+
+    def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:
+        """In a swarm by invitation: show them our record, so that they hear what else we say."""
+        digest = self._book.digest_of(self._node_id)
+        data = None if digest is None else self._book.data_of(digest)
+        if self._is_by_invitation and data is not None:
+            self._effects += [Send(each, RecordReply((data,))) for each in node_ids if each != self._node_id]
+
+    def _may_speak(self, sender: NodeId) -> bool:
+        """Whether what this node says is heard at all."""
+        return not self._is_by_invitation or self._book.record_of(sender) is not None
+
+    def _review_candidacy(self, now: Now) -> None:
+        own = self._standing.get(self._node_id)
+        own_rank = own.rank if own is not None and not self._conflict else None
+        position = 0
+        if own_rank is not None:
+            position = sum(
+                1
+                for node_id, each in self._standing.items()
+                if each.rank is not None and each.rank < own_rank and self._is_live(node_id)
+            )
+        candidacy = SetCandidacy(own_rank is not None, position)
+        if candidacy != self._candidacy:
+            self._candidacy = candidacy
+            self._election.command(candidacy, now)
+
+    def _eligible(self, electors: list[NodeId]) -> list[NodeId]:
+        """Living nodes that may be electors, best first; in a pinned swarm those the founder names."""
+        may_name = self._is_founder or self._swarm.manifest.electorate == "open"
+        found = [
+            (each.rank is None, candidate_rank(each.record), node_id)
+            for node_id, each in self._standing.items()
+            if each.record.stands_for_elector
+            and (may_name or node_id in electors)
+            and (node_id == self._node_id or self._is_live(node_id))
+        ]
+        return [node_id for _, _, node_id in sorted(found)]
+
+    def _review_electorate(
+        self, electors: list[NodeId], eligible: list[NodeId], dead: frozenset[NodeId], now: Now
+    ) -> None:
+        if self._election.is_changing_electorate:
+            self._note_change(now.instant, WATCH_INTERVAL)
+            return
+        members = next_electorate(
+            electors,
+            self._swarm.manifest.electorate,
+            self._node_id,
+            eligible=eligible,
+            dead=dead,
+            convicted=self._election.convicted,
+        )
+        if members is None:
+            return
+        nomination = b""
+        joining = sorted(set(members).difference(electors))
+        if joining and self._swarm.manifest.electorate == "pinned":
+            nomination = sign_nomination(self._private_key, self._swarm.digest, joining[0])
+        self._election.command(ChangeElectorate(members, nomination), now)
+        self._note_change(now.instant, WATCH_INTERVAL)
+
+    def _is_live(self, node_id: NodeId) -> bool:
+        if node_id == self._node_id:
+            return True
+        member = self._membership.member(node_id)
+        return member is not None and member.state in ("alive", "suspect")
+
+    def _is_long_dead(self, node_id: NodeId, now: Instant) -> bool:
+        standing = self._standing.get(node_id)
+        if standing is None or standing.dead_since is None or node_id == self._node_id:
+            return False
+        return between(standing.dead_since, now) >= self._options.election.dead_after
+
+    # --- as backbone: who holds what ------------------------------------------------------------------------
+
+    def _begin_planning(self, now: Now) -> None:
+        fence = self._election.fence
+        assert fence is not None
+        self._is_planning = True
+        if self._plan is None:
+            # Nothing to go on with: what members say they hold is where the first plan starts from.
+            for standing in self._standing.values():
+                held = standing.record.held
+                if held is not None and held.ranges is not None and not len(standing.holding):
+                    standing.holding = ShardSet.decode(held.ranges)
+        self._placement.command(BecomeBackbone(fence.epoch, fence.term, self._plan), now)
+        self._note_change(now.instant)
+
+    def _end_planning(self, now: Now) -> None:
+        self._is_planning = False
+        self._placement.command(StopPlanning(), now)
+        self._offers.withdraw()
+
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(
+            self._place(node_id, each)
+            for node_id, each in sorted(self._standing.items())
+            if node_id == self._node_id or self._is_live(node_id)
+        )
+
+    def _place(self, node_id: NodeId, standing: _Standing) -> Place:
+        record = standing.record
+        is_own = node_id == self._node_id
+        member = None if is_own else self._membership.member(node_id)
+        state: PlaceState = "serving" if len(standing.holding) else "joined"
+        if member is not None and member.state == "suspect":
+            state = "suspect"
+        elif record.state == "stopping":
+            state = "draining"
+        memory_bytes = record.memory_bytes
+        if standing.room_bytes is not None:
+            memory_bytes = min(memory_bytes, standing.room_bytes)
+        verdict = {"verified": True, "unfit": False}.get(record.verdict_of("output"))
+        return Place(
+            node_id=node_id,
+            memory_bytes=memory_bytes if {"output", "bulk"}.intersection(record.ranks) else 0,
+            accumulation=record.accumulation,
+            equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
+            output_verdict=verdict if "output" in record.ranks else False,
+            rate_rows_s=1_000_000_000 // record.expert_row_ns if record.expert_row_ns else None,
+            rtt_ns=0 if is_own else (member.rtt if member is not None else None),
+            state=state,
+            is_backbone=is_own,
+            holding=standing.holding,
+        )
+
+    def _issue(self, plan: Plan, now: Now) -> None:
+        """Sign what placement decided, keep it, and offer it to all it names and all who vote."""
+        fence = self._election.fence
+        if fence is None or fence.backbone != self._node_id or not _is_of(plan, fence):
+            return
+        signed = sign_message(self._private_key, self._swarm.digest, plan)
+        electors = [node_id_of(each) for each in self._election.electorate.members]
+        self._follow_plan(plan, signed)
+        self._offers.offer(
+            plan, signed, self._election.proof, {*plan.nodes, *electors} - {self._node_id}, now.instant
+        )
+        self._note_change(now.instant)
+
+    def _take_answer(self, message: PlanAccept | PlanRefusal, sender: NodeId, now: Now) -> None:
+        if not self._offers.take(message, sender, now.instant):
+            return
+        plan = self._offers.plan
+        assert plan is not None
+        if isinstance(message, PlanRefusal):
+            self._forget_holding(sender)
+            self._note_room(sender, message.need_bytes, message.have_bytes)
+            self._effects.append(HolderRefused(sender, message.code, message.reason))
+        else:
+            standing = self._standing.get(sender)
+            if standing is not None:
+                standing.holding = plan.shard_of(sender)
+            self._effects.append(HolderReady(sender, plan, message.memory_bytes))
+        self._note_change(now.instant)
+
+    def _note_room(self, node_id: NodeId, need_bytes: int, have_bytes: int) -> None:
+        """A node had less room than it said: plan with what it has, until it says something else."""
+        standing = self._standing.get(node_id)
+        if standing is not None and have_bytes < need_bytes:
+            standing.room_bytes = have_bytes
+
+    def _forget_holding(self, node_id: NodeId) -> None:
+        standing = self._standing.get(node_id)
+        if standing is not None:
+            standing.holding = ShardSet()
+
+    # --- as holder ------------------------------------------------------------------------------------------
+
+    def _follow_plan(self, plan: Plan, signed: bytes) -> None:
+        self._plan, self._signed_plan, self._refusal = plan, signed, None
+        self._effects.append(PlanReceived(plan, signed))
+
+    def _take_offer(self, message: PlanOffer, sender: NodeId, now: Now) -> None:
+        try:
+            term = self.check_proof(message.proof, sender, now)
+        except RemoteProtocolError as error:
+            if error.code == "unknown_electorate":
+                return  # we are behind and have asked for it; the offer comes again
+            raise
+        if term.backbone != sender:
+            raise RemoteProtocolError("the proof makes another node backbone", "not_backbone")
+        if message.plan != self._signed_plan:
+            plan = open_plan(message.plan, self._swarm.digest, sender)
+            if not _is_of(plan, term):
+                raise RemoteProtocolError("the plan is of another term than its proof", "stale_term")
+            current = self._plan
+            if current is not None and _is_of(current, term):
+                if plan.revision < current.revision:
+                    return  # it was overtaken on its way
+                if plan.revision == current.revision and plan != current:
+                    raise RemoteProtocolError("two plans have one revision", "plan_equivocated")
+            self._placement.command(NotePlan(plan), now)
+            self._follow_plan(plan, message.plan)
+            self._note_change(now.instant)
+        self._answer_offer()
+
+    def _answer_offer(self) -> None:
+        """Say how far this node is with the plan, if there is anything to say yet."""
+        plan = self._plan
+        assert plan is not None
+        if not len(plan.shard_of(self._node_id)):
+            self._answer(plan, 0)
+        elif self._served == plan and self._held is not None:
+            self._answer(plan, self._served_bytes)
+        elif self._refusal is not None:
+            self._refuse(self._refusal)
+
+    def _note_loaded(self, request: ShardLoaded, now: Now) -> None:
+        plan = self._plan
+        if plan is None or (request.epoch, request.term, request.revision) != _version(plan):
+            return
+        shard = plan.shard_of(self._node_id)
+        self._served, self._served_bytes, self._refusal = plan, request.memory_bytes, None
+        digest = hashlib.sha256(self._signed_plan).digest()
+        self._held = held_shard(*_version(plan), digest, shard) if len(shard) else None
+        standing = self._standing.get(self._node_id)
+        if standing is not None:
+            standing.holding = shard
+        fence = self._election.fence
+        if fence is not None and fence.backbone != self._node_id:
+            self._answer(plan, request.memory_bytes)
+        self._note_change(now.instant)
+
+    def _note_refused(self, request: ShardRefused, now: Now) -> None:
+        plan = self._plan
+        if plan is None or (request.epoch, request.term, request.revision) != _version(plan):
+            return
+        self._refusal = request
+        fence = self._election.fence
+        if fence is not None and fence.backbone == self._node_id:
+            self._note_room(self._node_id, request.need_bytes, request.have_bytes)
+        else:
+            self._refuse(request)
+        self._note_change(now.instant)
+
+    def _answer(self, plan: Plan, memory_bytes: int) -> None:
+        fence = self._election.fence
+        if fence is not None and _is_of(plan, fence) and fence.backbone != self._node_id:
+            digest = plan.shard_of(self._node_id).digest()
+            self._effects.append(Send(fence.backbone, PlanAccept(*_version(plan), digest, memory_bytes)))
+
+    def _refuse(self, refusal: ShardRefused) -> None:
+        fence = self._election.fence
+        if fence is not None and fence.backbone != self._node_id:
+            answer = PlanRefusal(
+                refusal.epoch,
+                refusal.term,
+                refusal.revision,
+                refusal.code,
+                as_sentence(refusal.reason),
+                refusal.need_bytes,
+                refusal.have_bytes,
+            )
+            self._effects.append(Send(fence.backbone, answer))
+
+
+def _is_of(plan: Plan, term: ProvenTerm) -> bool:
+    """Whether this is a plan of that term."""
+    return (plan.epoch, plan.term) == (term.epoch, term.term)
+
+
+def _version(plan: Plan) -> tuple[int, int, int]:
+    return (plan.epoch, plan.term, plan.revision)

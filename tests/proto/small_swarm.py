@@ -1,0 +1,236 @@
+"""A handful of node cores on one event queue, every message through the codec: enough to test `node_core`.
+
+No faults but those a test makes: a node that is stopped hears nothing, a link can be cut. Shards load after
+a fixed time. The simulator (`kvasir_node.sim`) is the same idea with everything that can go wrong.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.codec import decode, encode
+from kvasir_proto.effects import FetchRecord, Notice, Now, Persist, Publish, Send, Slot
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
+from kvasir_proto.instants import Duration, Instant, WallTime, milliseconds, seconds
+from kvasir_proto.membership.events import Seed
+from kvasir_proto.messages.core import CORE
+from kvasir_proto.node_core import LAN, CoreOptions, NodeCore, PlanReceived, ShardLoaded
+from kvasir_proto.placement.inventory import ModelShape
+from kvasir_proto.placement.plan import Plan
+from kvasir_proto.swarm_manifest import (
+    FoundedSwarm,
+    SwarmManifest,
+    Thresholds,
+    open_swarm_manifest,
+    sign_swarm_manifest,
+)
+
+WALL = 1_800_000_000 * 10**9
+DELAY = milliseconds(1)
+LOADING = milliseconds(50)
+MODEL = ModelShape(layers=(0, 1, 2, 3), n_expert=8, n_expert_used=2, expert_sizes_bytes=(1000,) * 4)
+
+
+def key_of(number: int) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
+
+
+def found(founder: Ed25519PrivateKey, electorate: Any = "open", admission: Any = "open") -> FoundedSwarm:
+    public_key = founder.public_key().public_bytes_raw()
+    manifest = SwarmManifest(
+        model_digest=ModelDigest(bytes(32)),
+        model_name="toy",
+        reference_class="ggml-activations",
+        thresholds=Thresholds(),
+        admission=admission,
+        compact_activations=False,
+        partial_sums=False,
+        founder_public_key=public_key,
+        recovery_public_key=key_of(9999).public_key().public_bytes_raw(),
+        electorate=electorate,
+    )
+    return open_swarm_manifest(sign_swarm_manifest(manifest, founder))
+
+
+def capability(node_id: NodeId, **changes: Any) -> CapabilityRecord:
+    record = CapabilityRecord(
+        node_id=node_id,
+        sequence=0,
+        expires=0,
+        addresses=(),
+        versions=(1,),
+        node_version="test",
+        backend="ggml-cpu",
+        device="x86_64",
+        accumulation="UNKNOWN",
+        memory_bytes=1 << 20,
+        state="joined",
+        reason="",
+        ranks=("backbone", "output", "bulk"),
+        stands_for_elector=True,
+        has_backbone_file=True,
+        headroom_bytes=1 << 30,
+    )
+    return replace(record, **changes)
+
+
+@dataclass
+class SmallNode:
+    """One node: its core, or None while it is down, what it stored, and what it told."""
+
+    key: Ed25519PrivateKey
+    capability: CapabilityRecord
+    core: NodeCore | None = None
+    stored: dict[Slot, bytes] = field(default_factory=dict)
+    told: list[Any] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    is_stopped: bool = False
+    life: int = 0
+    armed: int = -1
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.capability.node_id
+
+
+class SmallSwarm:
+    """Nodes 1 to n; node 1 founded the swarm. `run` advances time."""
+
+    def __init__(self, size: int, *, options: CoreOptions = LAN, seed: int = 1, **manifest: Any) -> None:
+        self.swarm = found(key_of(1), **manifest)
+        self.options = options
+        self.entropy = random.Random(seed)
+        self.time: int = seconds(1000)
+        self.nodes: dict[NodeId, SmallNode] = {}
+        self.cut: set[tuple[NodeId, NodeId]] = set()
+        self._queue: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for number in range(1, size + 1):
+            self.add(number)
+
+    def add(self, number: int, **changes: Any) -> SmallNode:
+        """Start node ``number``."""
+        key = key_of(number)
+        node_id = node_id_of(key.public_key().public_bytes_raw())
+        node = SmallNode(key, capability(node_id, **changes))
+        self.nodes[node_id] = node
+        self.start(node)
+        return node
+
+    def node(self, number: int) -> SmallNode:
+        """Node ``number``."""
+        return self.nodes[node_id_of(key_of(number).public_key().public_bytes_raw())]
+
+    def start(self, node: SmallNode) -> None:
+        """Start a node with what it stored."""
+        node.life += 1
+        node.core = NodeCore(
+            private_key=node.key,
+            swarm=self.swarm,
+            capability=node.capability,
+            model=MODEL,
+            options=self.options,
+            stored=node.stored,
+            entropy=random.Random(self.entropy.random()),
+            now=self.now(),
+        )
+        founder = self.node(1).node_id if 1 in self._numbers() else node.node_id
+        node.core.command(Seed((founder,)), self.now())
+        self._do(node)
+
+    def _numbers(self) -> set[int]:
+        founder = node_id_of(key_of(1).public_key().public_bytes_raw())
+        return {1} if founder in self.nodes else set()
+
+    def kill(self, node: SmallNode) -> None:
+        """End a node at once; what it persisted stays."""
+        node.core = None
+
+    def now(self) -> Now:
+        return Now(Instant(self.time), WallTime(WALL + self.time))
+
+    def run(self, duration: Duration, until: Callable[[], bool] | None = None) -> float:
+        """Advance by ``duration``, or until the condition holds; the seconds that took."""
+        started, end = self.time, self.time + duration
+        while self._queue and self._queue[0][0] <= end:
+            self.time, _, action = heapq.heappop(self._queue)
+            action()
+            if until is not None and until():
+                return (self.time - started) / 1e9
+        assert until is None, "it never came to that"
+        self.time = end
+        return duration / 1e9
+
+    # -- plumbing ------------------------------------------------------------------------------------
+
+    def _at(self, delay: int, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.time + delay, next(self._order), action))
+
+    def _later(self, node: SmallNode, delay: int, action: Callable[[NodeCore], None]) -> None:
+        life = node.life
+
+        def act() -> None:
+            if node.core is not None and node.life == life and not node.is_stopped:
+                action(node.core)
+                self._do(node)
+
+        self._at(delay, act)
+
+    def _do(self, node: SmallNode) -> None:
+        core = node.core
+        assert core is not None
+        for effect in core.drain():
+            match effect:
+                case Persist(slot, data):
+                    node.stored[slot] = data
+                case Send(to, message):
+                    self._send(node.node_id, to, encode(message))
+                case Publish(topic, data):
+                    for other in self.nodes.values():
+                        if other is not node and (node.node_id, other.node_id) not in self.cut:
+                            self._hear_gossip(other, topic, data, node.node_id)
+                case FetchRecord() | Notice():
+                    node.told.append(effect)
+                case PlanReceived(plan, _):
+                    node.told.append(effect)
+                    self._later(node, LOADING, self._load(plan))
+                case _:
+                    node.told.append(effect)
+        deadline = core.next_deadline()
+        if deadline is not None and deadline != node.armed:
+            node.armed = deadline
+            self._later(node, max(0, deadline - self.time), self._tick(node))
+
+    def _load(self, plan: Plan) -> Callable[[NodeCore], None]:
+        loaded = ShardLoaded(plan.epoch, plan.term, plan.revision, 1)
+        return lambda core: core.command(loaded, self.now())
+
+    def _tick(self, node: SmallNode) -> Callable[[NodeCore], None]:
+        def tick(core: NodeCore) -> None:
+            node.armed = -1
+            core.tick(self.now())
+
+        return tick
+
+    def _hear_gossip(self, other: SmallNode, topic: Any, data: bytes, sender: NodeId) -> None:
+        self._later(other, DELAY, lambda core: core.receive_published(topic, data, sender, self.now()))
+
+    def _send(self, sender: NodeId, to: NodeId, body: bytes) -> None:
+        other = self.nodes.get(to)
+        if other is not None and (sender, to) not in self.cut:
+            self._later(other, DELAY, lambda core: self._hear(other, core, body, sender))
+
+    def _hear(self, node: SmallNode, core: NodeCore, body: bytes, sender: NodeId) -> None:
+        try:
+            core.receive(decode(body, CORE), sender, self.now())
+        except RemoteProtocolError as error:
+            node.refused.append(error.code)

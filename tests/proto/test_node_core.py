@@ -1,0 +1,294 @@
+"""Node cores together: what one core's news must do to another, in small swarms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvasir_proto.admission import (
+    InviteIssued,
+    IssueInvite,
+    Revocation,
+    Revoke,
+    UseInvite,
+    sign_revocation,
+)
+from kvasir_proto.capability import seal_record
+from kvasir_proto.election.requests import LeaseHeld
+from kvasir_proto.election.states import Role
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import public_key_of
+from kvasir_proto.instants import seconds
+from kvasir_proto.limits import Rank
+from kvasir_proto.membership.events import Leave, Seed
+from kvasir_proto.messages.membership import Ping
+from kvasir_proto.node_core import HolderFailed, HolderRefused, PlanReceived, ShardLost, ShardRefused
+from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
+
+
+def backbones(swarm: SmallSwarm) -> list[SmallNode]:
+    return [
+        each
+        for each in swarm.nodes.values()
+        if each.core is not None and not each.is_stopped and each.core.view().role is Role.BACKBONE
+    ]
+
+
+def all_ready(swarm: SmallSwarm) -> bool:
+    running = [each.core for each in swarm.nodes.values() if each.core is not None and not each.is_stopped]
+    return all(core.view().state == "ready" for core in running) and len(backbones(swarm)) == 1
+
+
+def of_type(node: SmallNode, kind: type) -> list[Any]:
+    return [each for each in node.told if isinstance(each, kind)]
+
+
+@pytest.mark.parametrize("electorate", ["open", "pinned"])
+def test_six_nodes_elect_place_and_agree(electorate: str) -> None:
+    swarm = SmallSwarm(6, electorate=electorate)
+    assert swarm.run(seconds(20), lambda: all_ready(swarm)) < 10
+    swarm.run(seconds(10))
+    views = [each.core.view() for each in swarm.nodes.values() if each.core is not None]
+    assert len({view.fence for view in views}) == 1
+    assert len({view.plan for view in views if view.plan is not None}) == 1
+    assert len({view.electorate for view in views}) == 1
+    assert len(views[0].electorate.members) == (4 if electorate == "open" else 5)
+    coverage = views[0].coverage
+    assert coverage is not None
+    assert (coverage.n_pairs_held, coverage.holders_min) == (32, 2)
+
+
+def test_a_founder_alone_is_backbone_and_says_what_it_waits_for() -> None:
+    swarm = SmallSwarm(1)
+    swarm.run(seconds(10))
+    core = swarm.node(1).core
+    assert core is not None
+    view = core.view()
+    assert (view.role, view.state) == (Role.BACKBONE, "joining")
+    assert view.reason == "no plan yet: no worker has joined"
+
+
+def test_a_killed_backbone_is_replaced_and_its_successor_goes_on_with_the_plan() -> None:
+    swarm = SmallSwarm(6)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(5))
+    (first,) = backbones(swarm)
+    term = first.core.fence  # type: ignore[union-attr]
+    swarm.kill(first)
+    assert swarm.run(seconds(10), lambda: bool(backbones(swarm))) < 4
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 10
+    (second,) = backbones(swarm)
+    assert second.core is not None
+    assert term is not None
+    assert second.core.fence is not None
+    assert second.core.fence[:2] > term[:2]
+    swarm.start(first)
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 15
+    assert backbones(swarm) == [second]
+
+
+def test_a_dead_workers_experts_get_other_holders() -> None:
+    swarm = SmallSwarm(6)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    swarm.kill(worker)
+
+    def is_mended() -> bool:
+        assert backbone.core is not None
+        view = backbone.core.view()
+        assert view.coverage is not None
+        gone = view.plan is not None and worker.node_id not in view.plan.nodes
+        return gone and view.coverage.holders_min == 2 and view.state == "ready"
+
+    assert swarm.run(seconds(30), is_mended) < 10
+
+
+def test_the_whole_swarm_starts_again_with_what_it_stored() -> None:
+    swarm = SmallSwarm(5)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    before = max(each.core.fence for each in swarm.nodes.values() if each.core and each.core.fence)
+    for node in swarm.nodes.values():
+        swarm.kill(node)
+    swarm.run(seconds(5))
+    for node in swarm.nodes.values():
+        swarm.start(node)
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 15
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    assert backbone.core.fence is not None
+    assert backbone.core.fence[:2] > before[:2]
+
+
+def test_nodes_that_add_in_less_than_f32_get_no_output_experts_and_never_stand() -> None:
+    swarm = SmallSwarm(3)
+    weak = [swarm.add(number, accumulation="F16") for number in (4, 5)]
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(5))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    plan = backbone.core.view().plan
+    assert plan is not None
+    last = MODEL.layers[-1]
+    for node in weak:
+        assert not plan.shard_of(node.node_id).experts_of(last)
+        assert plan.shard_of(node.node_id).ranges
+    for strong in (1, 2, 3):
+        swarm.kill(swarm.node(strong))
+    swarm.run(seconds(20))
+    assert not backbones(swarm)
+    view = weak[0].core.view()  # type: ignore[union-attr]
+    assert view.state == "electing"
+    assert "the backbone" in view.reason
+
+
+def test_a_shard_without_room_is_refused_with_need_and_have_and_placed_elsewhere() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    assert worker.core is not None
+    plan = backbone.core.view().plan
+    assert plan is not None
+    refusal = ShardRefused(plan.epoch, plan.term, plan.revision, "no_memory", "no room", 4000, 2000)
+    worker.core.command(ShardLost("its engine ended"), swarm.now())
+    worker.core.command(refusal, swarm.now())
+    swarm._do(worker)
+    backbone.core.command(HolderFailed(worker.node_id, "closed"), swarm.now())
+    swarm._do(backbone)
+    swarm.run(seconds(40))
+    assert of_type(backbone, HolderRefused)[0].code == "no_memory"
+    plan = backbone.core.view().plan
+    assert plan is not None
+    assert MODEL.shard_size_bytes(plan.shard_of(worker.node_id)) <= 2000
+
+
+def test_a_node_that_leaves_is_gone_for_everybody_and_says_nothing_more() -> None:
+    swarm = SmallSwarm(5)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(5))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    backbone.core.command(Leave("the node stops"), swarm.now())
+    swarm._do(backbone)
+    leaving, backbone.is_stopped = backbone, True
+    assert swarm.run(seconds(10), lambda: bool(backbones(swarm))) < 1.5, "its lease was given back"
+    swarm.run(seconds(5))
+    for node in swarm.nodes.values():
+        if node is not leaving:
+            assert node.core is not None
+            member = {each.node_id: each for each in node.core.view().members}[leaving.node_id]
+            assert member.state == "left"
+            assert node.core.record_of(leaving.node_id) is None
+
+
+def test_a_stopped_node_rejoins_by_itself() -> None:
+    swarm = SmallSwarm(6)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    worker.is_stopped = True
+    swarm.run(seconds(60))
+    worker.is_stopped = False
+    worker.armed = -1
+    swarm._later(worker, 1, lambda core: core.tick(swarm.now()))
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 20
+
+
+def test_a_second_process_with_this_identity_is_named_and_neither_votes_nor_stands() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(5))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    own = backbone.core.record_of(backbone.node_id)
+    assert own is not None
+    twin = replace(own, sequence=own.sequence + 10**9, device="a copied home")
+    data = seal_record(backbone.key, swarm.swarm.digest, twin)
+    backbone.core.receive_published("records", data, backbone.node_id, swarm.now())
+    swarm._do(backbone)
+    view = backbone.core.view()
+    assert (view.state, view.role) == ("conflicted", Role.FOLLOWER)
+    assert "identity" in view.reason
+    swarm.run(seconds(10), lambda: bool(backbones(swarm)))
+    assert backbones(swarm) != [backbone]
+
+
+def test_in_a_swarm_by_invitation_strangers_are_not_heard_and_invites_admit_one_node() -> None:
+    swarm = SmallSwarm(1, admission="invite")
+    swarm.run(seconds(5))
+    founder = swarm.node(1)
+    assert founder.core is not None
+    stranger = swarm.add(2)
+    swarm.run(seconds(5))
+    assert stranger.core is not None
+    assert founder.core.record_of(stranger.node_id) is None
+    with pytest.raises(RemoteProtocolError) as refused:
+        founder.core.receive(Ping(1, 1, bytes(8), b""), stranger.node_id, swarm.now())
+    assert refused.value.code == "not_a_member"
+
+    digest = founder.core.view().electorate.digest()
+    ranks: tuple[Rank, ...] = ("backbone", "output", "bulk")
+    request = IssueInvite(b"0123456789abcdef", digest, ranks, ("/ip4/127.0.0.1/tcp/1",), seconds(600))
+    founder.core.command(request, swarm.now())
+    swarm._do(founder)
+    (issued,) = of_type(founder, InviteIssued)
+    stranger.core.command(UseInvite(issued.invite), swarm.now())
+    swarm._do(stranger)
+    swarm.run(
+        seconds(20), lambda: founder.core is not None and founder.core.record_of(stranger.node_id) is not None
+    )
+    swarm.run(seconds(30), lambda: all_ready(swarm))
+
+    third = swarm.add(3)
+    assert third.core is not None
+    third.core.command(UseInvite(issued.invite), swarm.now())
+    swarm._do(third)
+    swarm.run(seconds(15))
+    assert founder.core.record_of(third.node_id) is None, "an invite admits one node"
+
+    revocation = Revocation(1, "node", public_key_of(stranger.node_id))
+    founder.core.command(Revoke(sign_revocation(key_of(1), swarm.swarm, revocation)), swarm.now())
+    swarm._do(founder)
+    swarm.run(seconds(10))
+    assert founder.core.record_of(stranger.node_id) is None
+
+
+def test_a_plan_is_told_once_and_an_offer_that_comes_again_is_answered_again() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    told = len(of_type(worker, PlanReceived))
+    backbone.core.command(HolderFailed(worker.node_id, "closed"), swarm.now())
+    swarm._do(backbone)
+    swarm.run(seconds(5))
+    assert backbone.core.view().state == "ready"
+    assert len(of_type(worker, PlanReceived)) == told
+
+
+def test_the_lease_that_is_told_grows_and_is_never_longer_than_nine_tenths() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    held = of_type(backbone, LeaseHeld)
+    assert len(held) > 3
+    assert all(earlier.until <= later.until for earlier, later in pairwise(held))
+    assert held[-1].until <= swarm.time + swarm.options.election.lease * 9 // 10
+
+
+def test_a_seed_that_is_nobody_costs_nothing() -> None:
+    swarm = SmallSwarm(2)
+    stranger = replace(swarm.node(2).capability).node_id
+    core = swarm.node(1).core
+    assert core is not None
+    core.command(Seed((stranger,)), swarm.now())
+    swarm._do(swarm.node(1))
+    swarm.run(seconds(10))
