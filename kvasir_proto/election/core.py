@@ -210,7 +210,10 @@ class ElectionCore:
             case SetMembers():
                 self._elector.view = MemberView(request.eligible, request.dead, request.barred)
             case AdoptProof():
-                self._adopt(request.proof, request.source)
+                try:
+                    self._adopt(request.proof, request.source)
+                except RemoteProtocolError as error:
+                    self._note("term_proof_refused", node=request.source, code=error.code)
             case AdoptAnnouncement():
                 self._adopt_announcement(request, now)
             case SuspectBackbone():
@@ -708,14 +711,14 @@ class ElectionCore:
             self._voided = fence[:2]
             self._output.append(TermVoided(*fence[:2]))
             self._stand_soon(now, self._options.lease)
-        self._give_up_what_is_over(now)
+        self._give_up_what_is_over(now, has_new_liars="liars" in changed)
         if self._tenure is not None and "electorate" in changed:
             self._tenure.adopt_electorate(knowledge.newest)
             self._ask_lease(now)
             if self._role is Role.BACKBONE:
                 self._announce(now)
 
-    def _give_up_what_is_over(self, now: Instant) -> None:
+    def _give_up_what_is_over(self, now: Instant, *, has_new_liars: bool) -> None:
         knowledge = self._knowledge
         if self._tenure is not None:
             term = self._tenure.term
@@ -728,7 +731,8 @@ class ElectionCore:
         elif self._candidacy is not None:
             candidacy = self._candidacy
             is_behind = (candidacy.term.epoch, candidacy.term.term) <= knowledge.fence_order
-            if is_behind or candidacy.electorate != knowledge.newest:
+            # What a liar signed may have been counted: count again.
+            if is_behind or has_new_liars or candidacy.electorate != knowledge.newest:
                 self._end_candidacy(RoleEvent.SUPERSEDED, now, self._options.patience, is_own_failure=False)
 
     def _is_provable(self) -> bool:
