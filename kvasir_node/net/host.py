@@ -55,6 +55,8 @@ logging.getLogger("libp2p").propagate = True
 restore_library_levels()
 # It calls every stream that could not be opened an error; whoever asked for it is told, and says so if it is.
 logging.getLogger("libp2p.host.basic_host").setLevel(logging.CRITICAL)
+# A node that was stopped for a moment is below its mark for minutes, and each check says so.
+logging.getLogger("libp2p.network.health.monitor").setLevel(logging.ERROR)
 # This module sets its own level, and reports twice a minute.
 logging.getLogger("libp2p.network.auto_connector").setLevel(logging.NOTSET)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import logging
 import random
 from collections import Counter
@@ -38,6 +39,7 @@ _QUERY_TIMEOUT_S: Final = 3
 _STORED_MAX: Final = 8192
 _STREAMS_MAX: Final = 64
 _ADDRESS_LIFE_S: Final = 7200
+_MEET_ROUNDS_MAX: Final = 64
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +67,10 @@ class RecordStoreOptions:
     refresh_interval_s: float = 300.0
     """How often our own surroundings are looked up. One lookup asks up to 20 nodes, about 10 ms of CPU each;
     too seldom, and after much coming and going records are stored and looked for at different nodes.
+    """
+    meet_interval_s: float = 15.0
+    """How often connected nodes that are not in the table of neighbours are asked again: some begin later. A
+    node that does not answer is asked half as often each time.
     """
     republish_interval_s: float = 600.0
     """How often our newest record is stored again. Those that have it refuse it, cheaply; those that came
@@ -140,8 +146,7 @@ class DhtRecordStore:
         """Keep the table of neighbours and the stored records fresh until cancelled. Started once."""
         async with trio.open_nursery() as nursery:
             self._host.watch_connections(lambda node_id, up: self._meet(nursery, node_id) if up else None)
-            for node_id in self._host.connected_nodes():
-                self._meet(nursery, node_id)
+            nursery.start_soon(self._meet_those_missed)
             nursery.start_soon(self._refresh)
             nursery.start_soon(self._republish)
             task_status.started()
@@ -180,6 +185,17 @@ class DhtRecordStore:
             nursery.start_soon(self._dht.meet, ID.from_base58(node_id))
         if not self._joined.is_set():
             self._joined.set()
+
+    async def _meet_those_missed(self) -> None:
+        waits: dict[NodeId, int] = {}
+        for round_number in itertools.count():
+            missed = [each for each in self._host.connected_nodes() if not self._dht.has_met(each)]
+            waits = {each: waits.get(each, 1) for each in missed}
+            for node_id in missed:
+                if round_number % waits[node_id] == 0:
+                    await self._dht.meet(ID.from_base58(node_id))
+                    waits[node_id] = min(2 * waits[node_id], _MEET_ROUNDS_MAX)
+            await trio.sleep(self._options.meet_interval_s * self._random.uniform(0.8, 1.2))
 
     async def _refresh(self) -> None:
         await self._joined.wait()
@@ -328,6 +344,10 @@ class _Dht(KadDHT):
             self._streams_of[caller] -= 1
             if not self._streams_of[caller]:
                 del self._streams_of[caller]
+
+    def has_met(self, node_id: NodeId) -> bool:
+        """Whether that node is in the table of neighbours."""
+        return bool(self.routing_table.peer_in_table(ID.from_base58(node_id)))
 
     async def meet(self, libp2p_id: ID) -> None:
         """Ask a connected node who is near us: it tells its addresses, and hears ours."""

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p import generate_new_rsa_identity, new_host
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
@@ -595,6 +596,45 @@ async def test_nobody_is_dialled_that_we_were_not_told_to_dial() -> None:
             )
         await first._swarm.auto_connector.maybe_connect()
         assert first.connected_nodes() == ()
+
+
+async def test_libp2ps_services_dial_nobody() -> None:
+    async with host() as first, host() as second:
+        second_id = ID.from_base58(second.node_id)
+        first._swarm.peerstore.add_addrs(second_id, [Multiaddr(second.addresses()[0])], 60)
+        with pytest.raises(SwarmException, match="nobody asked"):
+            await first.libp2p.new_stream(second_id, [CONTROL_PROTOCOL])
+        assert first.connected_nodes() == ()
+        await first.connect(second.addresses())
+        await first.libp2p.new_stream(second_id, [CONTROL_PROTOCOL])
+
+
+async def test_connections_are_watched() -> None:
+    seen: list[tuple[NodeId, bool]] = []
+    async with host() as first, host() as second:
+        for each in (first, second):
+            each.watch_connections(lambda node_id, connected: seen.append((node_id, connected)))
+        await first.connect(second.addresses())
+        await until(lambda: len(seen) == 2)
+        assert sorted(seen) == sorted([(first.node_id, True), (second.node_id, True)])
+        seen.clear()
+        await first.disconnect(second.node_id)
+        await until(lambda: len(seen) == 2)
+        assert sorted(seen) == sorted([(first.node_id, False), (second.node_id, False)])
+
+
+async def test_protocols_have_handlers_of_their_own() -> None:
+    async def shout(_node_id: NodeId, stream: Libp2pControlStream) -> None:
+        await stream.send((await stream.receive(PATIENCE_S)).upper())
+        await stream.wait_finished()
+
+    async with pair() as (first, second):
+        second.set_stream_handler(shout, "/kvasir/test/1")
+        for protocol, answer in ((CONTROL_PROTOCOL, b"x"), ("/kvasir/test/1", b"X")):
+            stream = await first.open_stream(second.node_id, protocol)
+            await stream.send(b"x")
+            assert await stream.receive(PATIENCE_S) == answer
+            await stream.close()
 
 
 async def test_a_host_that_speaks_another_protocol_is_unavailable() -> None:

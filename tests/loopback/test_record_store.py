@@ -187,5 +187,28 @@ async def test_a_newcomer_gets_the_record_when_it_is_stored_again() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_those_who_begin_later_become_neighbours() -> None:
+    options = RecordStoreOptions(meet_interval_s=0.1)
+    async with hosts(3) as some, trio.open_nursery() as nursery:
+        await connect_all(some)
+        found = []
+        for host in some:
+            found.append(DhtRecordStore(host, dialler_of(host, some), SWARM, judge, options))
+            await nursery.start(found[-1].run)
+            await trio.sleep(0.2)
+        await until(lambda: [each.neighbours() for each in found] == [2, 2, 2])
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_node_that_is_not_connected_is_dialled_by_the_dialler_alone() -> None:
+    async with hosts(3) as some, stores(some) as (first, _, third):
+        await first.put(record(some[0].node_id, 1))
+        for other in some[:2]:
+            await some[2].disconnect(other.node_id)
+        await until(lambda: not some[2].connected_nodes())
+        assert await third.get(some[0].node_id, PATIENCE_S) == record(some[0].node_id, 1)
+        assert some[2].connected_nodes()
+
+
 def test_keys_are_short_enough_to_be_looked_for() -> None:
     assert len(key_of(NodeId("12D3KooW" + "x" * 44))) == 40
