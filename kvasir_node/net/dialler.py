@@ -43,7 +43,7 @@ class DiallerOptions:
     addresses_max: int = 8
     """Addresses kept for each node and source, and tried in one dial. More only share the same time."""
     nodes_max: int = 4096
-    """Nodes whose addresses are kept; the one spoken of longest ago gives way."""
+    """Nodes whose addresses are kept; of those that others only spoke of the oldest gives way."""
     retry_first_s: float = 1.0
     retry_max_s: float = 60.0
     """After failures in a row a node is left alone this long at most. Raising it saves dials to the dead,
@@ -102,8 +102,8 @@ class Dialler:
                 break
         known = self._known.pop(node_id, None) or _Whereabouts()
         self._known[node_id] = known
-        while len(self._known) > self._options.nodes_max:
-            del self._known[next(iter(self._known))]
+        if len(self._known) > self._options.nodes_max:
+            self._make_room(node_id)
         before = self._candidates(known)
         if kept:
             known.addresses[source] = tuple(kept)
@@ -178,6 +178,12 @@ class Dialler:
         )
         known.not_before = trio.current_time() + delay_s
         log.debug("dial_failed", node=node_id, reason=reason, retry_s=delay_s)
+
+    def _make_room(self, newcomer: NodeId) -> None:
+        """Drop the oldest that others only spoke of: talk displaces nobody. If there is none, the oldest."""
+        talk = (each for each, known in self._known.items() if set(known.addresses) <= {"heard"})
+        oldest = next((each for each in talk if each != newcomer), next(iter(self._known)))
+        del self._known[oldest]
 
     def _candidates(self, known: _Whereabouts) -> tuple[str, ...]:
         ordered: dict[str, None] = {}

@@ -161,6 +161,29 @@ async def test_the_table_and_the_addresses_are_bounded() -> None:
     assert [len(dialler.addresses(each)) for each in nodes] == [0, 0, 0, 2, 2, 2]
 
 
+async def test_talk_displaces_nobody_who_is_known_better() -> None:
+    dialler = Dialler(Recorder(), DiallerOptions(nodes_max=4))
+    dialler.learn(THERE, [at("192.0.2.5")], "told")
+    dialler.learn(OTHER, [at("192.0.2.6", OTHER)], "record")
+    for each in range(10, 40):
+        node_id = node_of(node_key(each))
+        dialler.learn(node_id, [at("192.0.2.7", node_id)], "heard")
+    assert dialler.statistics().nodes_known == 4
+    assert dialler.addresses(THERE)
+    assert dialler.addresses(OTHER)
+
+
+async def test_who_gives_up_early_postpones_the_next_try_too(autojump_clock: MockClock) -> None:
+    host = Recorder(takes_s=10.0)
+    dialler = Dialler(host)
+    dialler.learn(THERE, [at("192.0.2.5")], "told")
+    for _ in range(2):
+        with pytest.raises((trio.TooSlowError, TransportUnavailable)), trio.fail_after(3.0):
+            await dialler.reach(THERE)
+    assert len(host.asked) == 1
+    assert dialler.statistics().failures == 1
+
+
 @pytest.mark.parametrize(
     "address",
     [
