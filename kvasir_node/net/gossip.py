@@ -166,6 +166,7 @@ class GossipMesh:
             nursery.start_soon(service.run)
             nursery.start_soon(self._router.run)
             await service.wait_until_ready()
+            nursery.start_soon(service.replace_dead_streams, self._options.heartbeat_interval_s)
             try:
                 for name in self._names.values():
                     await service.subscribe(name)
@@ -288,6 +289,7 @@ class _Router(GossipSub):
 class _Pubsub(Pubsub):
     def __init__(self, libp2p_host: Any, router: _Router, mesh: GossipMesh) -> None:
         self._mesh = mesh
+        self._read: dict[ID, list[Any]] = {}
         super().__init__(
             libp2p_host,
             router,
@@ -303,7 +305,25 @@ class _Pubsub(Pubsub):
 
     async def continuously_read_stream(self, stream: Any) -> None:
         """Read one node's messages, in large pieces."""
-        await super().continuously_read_stream(BufferedStream(stream, end_is_empty=False))
+        streams = self._read.setdefault(stream.muxed_conn.peer_id, [])
+        streams.append(stream)
+        try:
+            await super().continuously_read_stream(BufferedStream(stream, end_is_empty=False))
+        finally:
+            streams.remove(stream)
+            if not streams:
+                self._read.pop(stream.muxed_conn.peer_id, None)
+
+    async def replace_dead_streams(self, interval_s: float) -> None:
+        """Open the stream to a node again whose connection was replaced.
+
+        libp2p keeps the dead one as long as there is a connection, and so never says what we listen to.
+        """
+        while True:
+            for libp2p_id, stream in list(self.peers.items()):
+                if stream.muxed_conn.is_closed:
+                    self._handle_dead_peer(libp2p_id)
+            await trio.sleep(interval_s)
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
         """Check a message and pass it on. All of libp2p's steps that concern us, in an order that costs less.
@@ -327,9 +347,18 @@ class _Pubsub(Pubsub):
         super()._mark_msg_seen(msg)
 
     def _handle_dead_peer(self, peer_id: ID) -> None:
-        """Forget a node. What fails here would end the task that watches over all nodes."""
+        """Forget a node whose stream ended; but what it said since, on a stream that lives, stays.
+
+        What fails here would end the task that watches over all nodes.
+        """
+        lives = any(not stream.muxed_conn.is_closed for stream in self._read.get(peer_id, ()))
+        listens = [topic for topic, nodes in self.peer_topics.items() if lives and peer_id in nodes]
         try:
             super()._handle_dead_peer(peer_id)
+            for topic in listens:
+                self.peer_topics.setdefault(topic, set()).add(peer_id)
+            if listens:
+                self._peer_subscription_count[peer_id] = len(listens)
         except Exception as error:
             log.warning("gossip_forget_failed", reason=f"{type(error).__name__}: {error}")
 
