@@ -3,7 +3,8 @@
 Compares logits, perplexity and tokenisation, and takes samples. Runs where llama-cpp-python is
 installed and torch is not. On a Mixture of Experts the greatest logit difference is a poor gate
 once anything is rounded: a token whose fourth and fifth expert are nearly tied may take the other
-one. So only the float32 file with a float32 KV cache is gated on it; the shipped file is judged by
+one. So only the float32 file with a float32 KV cache is gated on it, and there a tie below float32's
+rounding may be broken either way, all else being equal. The shipped file is judged by
 Kullback-Leibler divergence, top-1 agreement and perplexity.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ PROMPTS = (
     "MARRIAGE, n.", '"My dear Mr. Bennet," said', "We may learn from this",
 )  # fmt: skip
 
-# What must hold; the trial's figures leave each a wide margin.
-F32_LOGIT_DELTA_MAX = 5e-3
+# What must hold; the figures of two runs leave each a wide margin.
+F32_LOGIT_DELTA_MAX = 1e-3
 Q8_0_MEAN_KL_MAX = 3e-3
 Q8_0_TOP1_MIN = 0.97
 Q8_0_PERPLEXITY_RATIO_MAX = 1.005
@@ -57,16 +59,43 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def compare_logits(model: llama_cpp.Llama, reference_path: Path) -> dict[str, float]:
+@dataclass(frozen=True)
+class TorchLogits:
+    """Windows [W, T], and torch's logits of each, a list of [T, n_vocab]: one for every way of
+    breaking the ties between experts, torch's own way first."""
+
+    windows: NDArray[Any]
+    logits: list[list[NDArray[Any]]]
+
+    @classmethod
+    def load(cls, path: Path) -> TorchLogits:
+        with np.load(path) as stored:
+            windows, logits, window_of = stored["ids"], stored["logits"], stored["window_of"]
+        return cls(windows, [list(logits[window_of == index]) for index in range(len(windows))])
+
+    @property
+    def n_ties(self) -> int:
+        return sum(len(ways).bit_length() - 1 for ways in self.logits)
+
+    def own_way(self) -> list[NDArray[Any]]:
+        return [ways[0] for ways in self.logits]
+
+    def nearest(self, ours: list[NDArray[np.float64]]) -> list[NDArray[Any]]:
+        """Of each window the way whose greatest difference from our logits is least."""
+
+        def pick(logits: NDArray[np.float64], ways: list[NDArray[Any]]) -> NDArray[Any]:
+            return min(ways, key=lambda way: float(np.abs(logits - way).max()))
+
+        return [pick(logits, ways) for logits, ways in zip(ours, self.logits, strict=True)]
+
+
+def compare_logits(ours: list[NDArray[np.float64]], expected: list[NDArray[Any]]) -> dict[str, float]:
     """llama.cpp's logits against torch's, over every position of the reference windows."""
-    with np.load(reference_path) as stored:
-        windows, expected = stored["ids"], stored["logits"]
     deltas, same, divergence = [], [], []
-    for ids, torch_logits in zip(windows, expected, strict=True):
-        ours = logits_of(model, ids)
-        deltas.append(np.abs(ours - torch_logits).max(-1))
-        same.append(ours.argmax(-1) == torch_logits.argmax(-1))
-        log_p, log_q = log_softmax(torch_logits.astype(np.float64)), log_softmax(ours)
+    for logits, torch_logits in zip(ours, expected, strict=True):
+        deltas.append(np.abs(logits - torch_logits).max(-1))
+        same.append(logits.argmax(-1) == torch_logits.argmax(-1))
+        log_p, log_q = log_softmax(torch_logits.astype(np.float64)), log_softmax(logits)
         divergence.append((np.exp(log_p) * (log_p - log_q)).sum(-1))
     delta = np.concatenate(deltas)
     return {
@@ -118,14 +147,21 @@ def verify(work: Path, results: Path, threads: int) -> dict[str, Any]:
     reference = json.loads((results / "reference.json").read_text())
     with np.load(work / "held_out.npz") as stored:
         held_out = stored["ids"]
+    torch_logits = TorchLogits.load(work / "reference.npz")
     exact = open_model(f32_path, kv_f32=True, threads=threads)
+    exact_logits = [logits_of(exact, ids) for ids in torch_logits.windows]
     shipped = open_model(shipped_path, kv_f32=False, threads=threads)
+    shipped_logits = [logits_of(shipped, ids) for ids in torch_logits.windows]
     document: dict[str, Any] = {
         "sha256": hashlib.sha256(shipped_path.read_bytes()).hexdigest(),
         "size_bytes": shipped_path.stat().st_size,
         "llama_cpp_python": llama_cpp.__version__,
-        "f32_file_f32_kv_cache": compare_logits(exact, work / "reference.npz"),
-        "q8_0_file_f16_kv_cache": compare_logits(shipped, work / "reference.npz"),
+        "ties": torch_logits.n_ties,
+        "f32_file_f32_kv_cache": compare_logits(exact_logits, torch_logits.own_way()),
+        "f32_file_f32_kv_cache_ties_either_way": compare_logits(
+            exact_logits, torch_logits.nearest(exact_logits)
+        ),
+        "q8_0_file_f16_kv_cache": compare_logits(shipped_logits, torch_logits.own_way()),
         "perplexity_torch_f32": reference["perplexity"],
         "perplexity_q8_0": round(perplexity(shipped, held_out), 4),
         "tokenizer": compare_tokenizer(shipped, work / "tokenizer-check.json"),
@@ -140,7 +176,7 @@ def verify(work: Path, results: Path, threads: int) -> dict[str, Any]:
 
 def gates(document: dict[str, Any]) -> dict[str, bool]:
     """Each condition by name, and whether it holds."""
-    exact, shipped = document["f32_file_f32_kv_cache"], document["q8_0_file_f16_kv_cache"]
+    exact, shipped = document["f32_file_f32_kv_cache_ties_either_way"], document["q8_0_file_f16_kv_cache"]
     ratio = document["perplexity_q8_0"] / document["perplexity_torch_f32"]
     return {
         "the file is small enough to ship": document["size_bytes"] <= SIZE_BYTES_MAX,
