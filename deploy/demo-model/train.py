@@ -3,7 +3,7 @@
 Decides everything that makes one run: a fixed number of steps (never a wall-clock budget), seeds
 for weights, data order and dropout, the learning rate and the router losses. A run may be stopped
 at any step and resumed: every random choice depends on (seed, step) alone. It knows nothing of
-GGUF. The result is the average of the last weights, which is a little better than the last ones.
+GGUF. The result is an average of the last weights.
 """
 
 from __future__ import annotations
