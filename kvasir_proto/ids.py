@@ -31,6 +31,7 @@ _PREFIX: Final = bytes.fromhex("002408011220")
 _NODE_ID_LENGTH: Final = 52
 
 
+@lru_cache(maxsize=8192)
 def node_id_of(public_key: bytes) -> NodeId:
     """The name of the node whose raw Ed25519 public key this is. The key must be 32 bytes (`ValueError`)."""
     if len(public_key) != 32:
