@@ -13,15 +13,18 @@ ENVIRONMENT := $(VENV)/.environment-stamp
 NATIVE := $(VENV)/.native-stamp
 FUZZ := $(VENV)/.fuzz-stamp
 SECONDS ?= 60
+SIM_NODES ?= 12
+SIM_JOBS ?= 2
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup demo test fuzz lint type bench shapes failure-matrix clean
+.PHONY: help setup demo test sim fuzz lint type bench shapes failure-matrix clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
 	@echo 'make demo    run a swarm on this machine with the model that ships with it'
 	@echo 'make test    run the tests'
+	@echo 'make sim     run 200 whole swarms on made-up time, with every fault'
 	@echo 'make fuzz    feed noise to what reads strangers'"'"' bytes, for SECONDS=60'
 	@echo 'make lint    check style and formatting'
 	@echo 'make type    check types'
@@ -37,6 +40,9 @@ demo: $(NATIVE)
 
 test: $(NATIVE)
 	@$(BIN)/python -m pytest $(ARGS)
+
+sim: $(NATIVE)
+	@$(BIN)/kvasir-node sim --nodes $(SIM_NODES) --seconds 120 --seeds 1..200 --faults all --jobs $(SIM_JOBS) $(ARGS)
 
 # Findings and the inputs that were worth keeping lie in .fuzz; a later run goes on from there.
 fuzz: $(FUZZ)

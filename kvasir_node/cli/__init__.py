@@ -30,6 +30,7 @@ _COMMANDS: Final = {
     "models": ("models", "The models of this home."),
     "measure": ("measure", "Measure how far a swarm is from a single process."),
     "bench": ("bench", "Measure speed beside a single process."),
+    "sim": ("sim", "Run a whole swarm in one process, with every fault, and check what must hold."),
     "doctor": ("doctor", "Check this machine and say what to do."),
     "stop": ("stop", "Stop the running daemon in good order."),
     "version": ("version", "Show versions."),

@@ -1,0 +1,46 @@
+"""Whole runs on the daemon's own core: a few of every kind, and each seed that ever failed by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvasir_node.sim.faults import FAULTS
+from kvasir_node.sim.node_cores import NodeCoreKit
+from kvasir_node.sim.report import replay_command
+from kvasir_node.sim.simulation import Outcome, Simulation, SimulationOptions
+
+pytestmark = pytest.mark.slow
+
+HONEST_FAULTS = tuple(name for name in FAULTS if name != "byzantine")
+
+
+def run(nodes: int, duration_s: int, seed: int, faults: tuple[str, ...]) -> Outcome:
+    options = SimulationOptions(nodes, duration_s, seed, faults)
+    outcome = Simulation(options, NodeCoreKit(options)).run()
+    command = replay_command(options, ",".join(faults) or "none")
+    assert outcome.violations == (), command
+    assert outcome.lacking is None, command
+    return outcome
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("faults", [(), HONEST_FAULTS, FAULTS], ids=["none", "honest", "all"])
+def test_a_swarm_is_safe_and_becomes_one_again(faults: tuple[str, ...], seed: int) -> None:
+    outcome = run(9, 40, seed, faults)
+    assert outcome.backbones_per_term_max == 1
+    assert outcome.messages > 1000
+
+
+@pytest.mark.parametrize("liars", [1, 2])
+def test_electors_that_vote_twice_within_the_bound_harm_nobody(liars: int) -> None:
+    options = SimulationOptions(9, 60, 1, (), lying_electors=liars)
+    outcome = Simulation(options, NodeCoreKit(options)).run()
+    assert outcome.violations == ()
+    assert outcome.lacking is None
+    assert outcome.detections
+
+
+def test_more_of_them_are_found_out() -> None:
+    options = SimulationOptions(9, 60, 1, (), lying_electors=4)
+    assert options.is_beyond_bound
+    assert Simulation(options, NodeCoreKit(options)).run().detections
