@@ -656,7 +656,8 @@ class NodeCore:
             case ElectorateChanged(electorate, _):
                 self._admission.command(KnowElectors(electorate.members), now)
                 self._note_change(now.instant)
-            case TermFollowed():
+            case TermFollowed(_, proof):
+                self._offers.renew_proof(proof)
                 self._note_change(now.instant)
             case CredentialGained():
                 self._book.command(PublishOwn(self._own_record()), now)
@@ -673,6 +674,9 @@ class NodeCore:
         if event.state in ("alive", "suspect"):
             if standing is not None:
                 standing.dead_since = None
+                if not len(standing.holding):
+                    # What it held was forgotten when it was called dead: let it say again what it serves.
+                    self._offers.hurry(event.node_id, now.instant)
         else:
             if standing is not None and standing.dead_since is None:
                 standing.dead_since = now.instant

@@ -9,7 +9,7 @@ longer, since the reason may pass; nothing here gives a node up.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvasir_proto.effects import Send
@@ -54,6 +54,11 @@ class PlanOffers:
         self._message = PlanOffer(signed_plan, proof)
         self._offers = {node_id: _Offer(now) for node_id in to}
         self.tick(now)
+
+    def renew_proof(self, proof: bytes) -> None:
+        """Offer with this proof from now on: the electorate has changed, and nobody believes the old one."""
+        if self._message is not None:
+            self._message = replace(self._message, proof=proof)
 
     def withdraw(self) -> None:
         """Offer nothing: the term is over."""

@@ -10,6 +10,7 @@ backbone does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -392,7 +393,9 @@ class ElectionCore:
         if learned == LINKS_MAX:
             self._send(sender, self._knowledge.request())
         if message.readiness:
-            self._knowledge.learn_readiness(message.readiness)
+            # Honest nodes pass on what was gathered under an electorate that is not the newest any more.
+            with suppress(RemoteProtocolError):
+                self._knowledge.learn_readiness(message.readiness)
 
     def _adopt(self, proof: bytes, source: NodeId | None) -> None:
         """Learn a proof, or what is missing to judge it."""

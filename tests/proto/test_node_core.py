@@ -273,6 +273,47 @@ def test_a_plan_is_told_once_and_an_offer_that_comes_again_is_answered_again() -
     assert len(of_type(worker, PlanReceived)) == told
 
 
+def test_a_plan_that_was_offered_before_the_electorate_changed_is_believed_after_it() -> None:
+    swarm = SmallSwarm(4)
+    founder = swarm.node(1)
+    swarm.run(seconds(20), lambda: founder.core is not None and founder.core.view().plan is not None)
+    late = swarm.node(4)
+    late.is_stopped = True
+    swarm.run(
+        seconds(3), lambda: founder.core is not None and len(founder.core.view().electorate.members) == 3
+    )
+    late.is_stopped = False
+    late.armed = -1
+    swarm._later(late, 1, lambda core: core.tick(swarm.now()))
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 15
+
+
+def test_a_holder_that_was_thought_dead_for_a_moment_is_asked_again_what_it_serves() -> None:
+    """It had answered the offer and was not offered the plan again: its experts had no holder for ever."""
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    worker.is_stopped = True
+
+    def is_thought_dead() -> bool:
+        assert backbone.core is not None
+        members = {each.node_id: each.state for each in backbone.core.view().members}
+        return members[worker.node_id] == "dead"
+
+    swarm.run(seconds(20), is_thought_dead)
+    worker.is_stopped = False
+    worker.armed = -1
+    swarm._later(worker, 1, lambda core: core.tick(swarm.now()))
+    assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 15
+    swarm.run(seconds(5))
+    assert backbone.core is not None
+    coverage = backbone.core.view().coverage
+    assert coverage is not None
+    assert coverage.holders_min == 2
+
+
 def test_the_lease_that_is_told_grows_and_is_never_longer_than_nine_tenths() -> None:
     swarm = SmallSwarm(4)
     swarm.run(seconds(20), lambda: all_ready(swarm))
