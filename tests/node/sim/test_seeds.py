@@ -44,3 +44,9 @@ def test_more_of_them_are_found_out() -> None:
     options = SimulationOptions(9, 60, 1, (), lying_electors=4)
     assert options.is_beyond_bound
     assert Simulation(options, NodeCoreKit(options)).run().detections
+
+
+@pytest.mark.parametrize("seed", [2, 23])
+def test_a_holder_that_was_thought_dead_for_a_moment_is_asked_again_what_it_serves(seed: int) -> None:
+    """It had answered the offer and was not offered the plan again: its experts had no holder for ever."""
+    run(12, 120, seed, FAULTS)
