@@ -13,9 +13,12 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import trio
 
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineMessage
+from kvasir_proto.node_core import NodeCommand, NodeView
+from kvasir_proto.term_proof import ProvenTerm
 
 ReplyT = TypeVar("ReplyT")
 
@@ -198,6 +201,29 @@ class RecordStore(Protocol):
         Others are asked each time. None when there is none, or none that is still valid; after ``timeout_s``
         what we have ourselves is the answer.
         """
+
+
+class SwarmCore(Protocol):
+    """What duties may ask of this node's core. Never waits; what follows comes as events to `take_event`."""
+
+    def command(self, request: NodeCommand) -> None:
+        """Tell the core what this node wants, or what its engine says.
+
+        Raises `LocalProtocolError` or `RemoteProtocolError` as `NodeCore.command` does.
+        """
+
+    def check_proof(self, proof: bytes, source: NodeId) -> ProvenTerm:
+        """The term that a proof shows, which ``source`` brought along.
+
+        Raises `RemoteProtocolError`: a bad proof, one of an older term (`stale_term`) or under an electorate
+        that is not known yet (`unknown_electorate`, which is then asked for: it may be good a moment later).
+        """
+
+    def view(self) -> NodeView:
+        """What this node believes now."""
+
+    def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
+        """What a node says of itself, if a record of it counts here."""
 
 
 class EnginePort(Protocol):
