@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import trio
 
-from kvasir_proto.errors import EngineFailed
 from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.errors import EngineFailed
 from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineMessage

@@ -40,7 +40,6 @@ EVENTS_MAX: Final = 4096
 _RETRY_FIRST_S: Final = 1.0
 _RETRY_MAX_S: Final = 15.0
 _IDLE_S: Final = 3600.0
-_FLUSH_STEP_S: Final = 0.01
 
 
 class CoreDriver:
@@ -69,6 +68,8 @@ class CoreDriver:
         self._unsaved: dict[Slot, bytes] = {}
         self._wake_timer = trio.Event()
         self._wake_effects = trio.Event()
+        self._done = trio.Event()
+        self._is_saving = False
         self._fetching: set[str] = set()
         self._events_in, self.events = trio.open_memory_channel[NodeEvent](EVENTS_MAX)
 
@@ -105,8 +106,8 @@ class CoreDriver:
 
     async def flush(self) -> None:
         """Wait until everything asked so far has been handed to the network, or cannot be saved."""
-        while self._outgoing and not self._unsaved:
-            await trio.sleep(_FLUSH_STEP_S)
+        if self._outgoing or self._is_saving:
+            await self._done.wait()
 
     async def run(self) -> None:
         """Drive the core until cancelled."""
@@ -134,7 +135,9 @@ class CoreDriver:
         while True:
             gossiped = await self._gossip.receive()
             try:
-                self._core.receive_published(gossiped.topic, gossiped.data, gossiped.forwarder, self._clocks())
+                self._core.receive_published(
+                    gossiped.topic, gossiped.data, gossiped.forwarder, self._clocks()
+                )
             except RemoteProtocolError as error:
                 log.info("gossip_refused", node=gossiped.forwarder, code=error.code, reason=str(error))
             self._collect()
@@ -160,6 +163,7 @@ class CoreDriver:
         effects = self._core.drain()
         if effects:
             self._outgoing.extend(effects)
+            self._done = trio.Event()
             self._wake_effects.set()
         self._wake_timer.set()
 
@@ -171,6 +175,7 @@ class CoreDriver:
                 await self._wake_effects.wait()
             effects = list(self._outgoing)
             self._outgoing.clear()
+            self._is_saving = True
             self._unsaved |= {each.slot: each.data for each in effects if isinstance(each, Persist)}
             try:
                 for slot in sorted(self._unsaved):
@@ -184,11 +189,15 @@ class CoreDriver:
                     each for each in effects if not isinstance(each, Persist | Send | Publish | FetchRecord)
                 ]
                 self._outgoing.extendleft(reversed(told))
+                self._done.set()  # whoever waits for the network has waited long enough
                 await trio.sleep(retry_delay_s(failures, _RETRY_FIRST_S, _RETRY_MAX_S))
                 continue
             failures = 0
             for effect in effects:
                 self._do(effect, nursery)
+            self._is_saving = False
+            if not self._outgoing:
+                self._done.set()
 
     def _note_unsaved(self, error: DiskFull | ConfigurationInvalid, failures: int) -> None:
         self._last_error.note(str(error))
