@@ -14,7 +14,7 @@ import trio
 
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import EngineFailed
-from kvasir_proto.ids import NodeId
+from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import EngineMessage
 from kvasir_proto.node_core import NodeCommand, NodeView
@@ -201,6 +201,47 @@ class RecordStore(Protocol):
         Others are asked each time. None when there is none, or none that is still valid; after ``timeout_s``
         what we have ourselves is the answer.
         """
+
+
+class SwarmNetwork(Protocol):
+    """Everything between the nodes of one swarm, running. See the ports it is made of."""
+
+    @property
+    def streams(self) -> CoreStreams:
+        """Messages of the cores."""
+
+    @property
+    def gossip(self) -> Gossip:
+        """What is said to everybody."""
+
+    @property
+    def record_store(self) -> RecordStore:
+        """Where records are found."""
+
+    def candidates(self) -> tuple[NodeId, ...]:
+        """Nodes that discovery knows of: told, remembered from last time, heard on this LAN."""
+
+    async def wait_candidates(self) -> None:
+        """Wait until there may be others than `candidates` gave last."""
+
+    def note_record(self, node_id: NodeId, addresses: Sequence[str]) -> None:
+        """A member's signed record says where it is; it is remembered for next time."""
+
+    def note_gone(self, node_id: NodeId) -> None:
+        """A member is gone for good."""
+
+    async def reach(self, node_id: NodeId) -> None:
+        """Be connected to this node. Raises `TransportUnavailable` in bounded time."""
+
+    async def flush(self) -> None:
+        """Wait, for a bounded time, until what was said has left."""
+
+
+class NetworkStarter(Protocol):
+    """Starts what is between the nodes of a swarm."""
+
+    async def __call__(self, nursery: trio.Nursery, swarm: SwarmDigest) -> SwarmNetwork:
+        """The running network, which lives at most as long as ``nursery``."""
 
 
 class SwarmCore(Protocol):

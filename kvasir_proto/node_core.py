@@ -10,7 +10,7 @@ review. Files, streams and clocks are the driver's; a session's tokens never pas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -291,8 +291,14 @@ class NodeCore:
         entropy: random.Random,
         now: Now,
         anchor: bytes | None = None,
+        nominees: Collection[NodeId] = (),
     ) -> None:
+        """``anchor`` is the digest of the electorate that an invite named.
+
+        ``nominees`` are whom this node, if it is the founder's, names as electors of a pinned swarm.
+        """
         manifest = swarm.manifest
+        self._nominees = frozenset(nominees)
         self._private_key = private_key
         self._node_id = node_id_of(private_key.public_key().public_bytes_raw())
         self._swarm = swarm
@@ -498,6 +504,11 @@ class NodeCore:
     def proof(self) -> bytes:
         """That proof, or b""."""
         return self._election.proof
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether this node needs no invite (any more) to be a member."""
+        return not self._is_by_invitation or self._is_founder or self._admission.credential is not None
 
     @property
     def incarnation(self) -> int:
@@ -787,12 +798,13 @@ class NodeCore:
 
     def _eligible(self, electors: list[NodeId]) -> list[NodeId]:
         """Living nodes that may be electors, best first; in a pinned swarm those the founder names."""
-        may_name = self._is_founder or self._swarm.manifest.electorate == "open"
+        is_open = self._swarm.manifest.electorate == "open"
+        nominees = self._nominees if self._is_founder else frozenset()
         found = [
             (each.rank is None, candidate_rank(each.record), node_id)
             for node_id, each in self._standing.items()
             if each.record.stands_for_elector
-            and (may_name or node_id in electors)
+            and (is_open or node_id in electors or node_id in nominees)
             and (node_id == self._node_id or self._is_live(node_id))
         ]
         return [node_id for _, _, node_id in sorted(found)]

@@ -112,6 +112,7 @@ class SmallSwarm:
         self.time: int = seconds(1000)
         self.nodes: dict[NodeId, SmallNode] = {}
         self.cut: set[tuple[NodeId, NodeId]] = set()
+        self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for number in range(1, size + 1):
@@ -128,7 +129,11 @@ class SmallSwarm:
 
     def node(self, number: int) -> SmallNode:
         """Node ``number``."""
-        return self.nodes[node_id_of(key_of(number).public_key().public_bytes_raw())]
+        return self.nodes[self._id_of(number)]
+
+    @staticmethod
+    def _id_of(number: int) -> NodeId:
+        return node_id_of(key_of(number).public_key().public_bytes_raw())
 
     def start(self, node: SmallNode) -> None:
         """Start a node with what it stored."""
@@ -142,6 +147,7 @@ class SmallSwarm:
             stored=node.stored,
             entropy=random.Random(self.entropy.random()),
             now=self.now(),
+            nominees=self.nominees,
         )
         founder = self.node(1).node_id if 1 in self._numbers() else node.node_id
         node.core.command(Seed((founder,)), self.now())

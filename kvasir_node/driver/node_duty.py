@@ -1,0 +1,490 @@
+"""A node's life in a swarm: enter it, drive its core, hold experts, and be backbone when it is elected.
+
+Owns the order of things: the swarm's manifest first, then its model, then network and core, then the two
+duties, which see what the core tells and ask it back through `ports.SwarmCore`. It answers whoever opens a
+control stream: who we are (`Hello`), and the way to our engine (`DataRequest`). What is decided about the swarm
+is decided in the core; what an engine does is the duties' affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvasir_node import __version__
+from kvasir_node.backoff import retry_delay_s
+from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
+from kvasir_node.driver.conversation import ask, hear, refuse, tell
+from kvasir_node.driver.core_driver import CoreDriver
+from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
+from kvasir_node.driver.last_error import LastError
+from kvasir_node.model.store import StoredModel
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.ports import ControlStream, EngineStarter, Host, NetworkStarter, SwarmNetwork
+from kvasir_node.swarm_files import KnownSwarm
+from kvasir_node.telemetry import get_logger
+from kvasir_proto import PROTOCOL_VERSION
+from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, UseInvite
+from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.effects import Now, Slot
+from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    KvasirError,
+    LocalProtocolError,
+    ModelUnusable,
+    NotReady,
+    RemoteProtocolError,
+    TransportUnavailable,
+)
+from kvasir_proto.ids import NodeId, SwarmDigest
+from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.limits import Rank
+from kvasir_proto.membership.events import Leave, MemberChanged, Seed
+from kvasir_proto.messages.swarm import DataRequest, Hello, Welcome
+from kvasir_proto.node_core import CoreOptions, NodeCore, NodeEvent
+from kvasir_proto.placement.inventory import ModelShape
+from kvasir_proto.records import RecordChanged
+from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest
+
+if TYPE_CHECKING:
+    import random
+
+log = get_logger()
+
+ENTER_DELAY_FIRST_S: Final = 0.5
+ENTER_DELAY_MAX_S: Final = 15.0
+MODEL_DELAY_MAX_S: Final = 30.0
+LEAVE_TIMEOUT_S: Final = 2.0
+"""How long a node that stops waits for others to have been told."""
+_INVITE_TIMEOUT_S: Final = 10.0
+
+
+class HomeFiles(Protocol):
+    """What a node remembers of its swarm; `SwarmFiles` is it. Calls raise `DiskFull` and the like."""
+
+    def load_swarm(self) -> KnownSwarm | None:
+        """The swarm of this home."""
+
+    def save_swarm(self, signed_manifest: bytes) -> None:
+        """Remember the swarm that was entered."""
+
+    def load_invite(self) -> Invite | None:
+        """The invite that was given to this home."""
+
+    def load_slots(self) -> dict[Slot, bytes]:
+        """What the core persisted."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What the configuration says of a node's part in a swarm.
+
+    ``ranks`` are those it stands for; ``accumulation`` is what it says of its arithmetic.
+    """
+
+    bootstrap: tuple[str, ...]
+    core: CoreOptions
+    ranks: tuple[Rank, ...]
+    nominees: tuple[NodeId, ...]
+    memory_bytes: int
+    device: str
+    holder: HolderSettings
+    backbone: BackboneSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOnDisk:
+    """The swarm's model as this home has it. ``has_experts``: their bytes can be read here."""
+
+    stored: StoredModel
+    has_experts: bool
+
+
+class NodeDuty:
+    """This node in its swarm. `run` until cancelled; `leave` before that to go in good order."""
+
+    def __init__(
+        self,
+        *,
+        node_key: Ed25519PrivateKey,
+        files: HomeFiles,
+        save_slot: Callable[[Slot, bytes], Awaitable[None]],
+        host: Host,
+        start_network: NetworkStarter,
+        find_model: Callable[[bytes], Awaitable[ModelOnDisk]],
+        find_backbone_file: Callable[[StoredModel], Awaitable[Path]],
+        start_engine: Callable[[SwarmDigest], EngineStarter],
+        next_generation: Callable[[], int],
+        settings: NodeSettings,
+        entropy: random.Random,
+        now: Callable[[], Instant],
+        wall_time: Callable[[], WallTime],
+    ) -> None:
+        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, as slow as it is."""
+        self._node_key = node_key
+        self._files = files
+        self._save_slot = save_slot
+        self._host = host
+        self._start_network = start_network
+        self._find_model = find_model
+        self._find_backbone_file = find_backbone_file
+        self._start_engine = start_engine
+        self._next_generation = next_generation
+        self._settings = settings
+        self._entropy = entropy
+        self._now = now
+        self._wall_time = wall_time
+        self._last_error = LastError(wall_time)
+        self._known = files.load_swarm()
+        self._contact = "looking for the swarm"
+        self._model: ModelOnDisk | None = None
+        self._core: CoreDriver | None = None
+        self._network: SwarmNetwork | None = None
+        self._holder: HolderDuty | None = None
+        self._backbone: BackboneDuty | None = None
+        self._invites: dict[bytes, trio.MemorySendChannel[Invite]] = {}
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Enter the swarm and take part in it, until cancelled."""
+        known = self._known or await self._enter()
+        self._known = known
+        self._model = await self._wait_for_model(known.swarm)
+        clocks = self._clocks()
+        core = NodeCore(
+            private_key=self._node_key,
+            swarm=known.swarm,
+            capability=self._capability(self._model),
+            model=ModelShape.of(self._model.stored.manifest),
+            options=self._settings.core,
+            stored=self._files.load_slots(),
+            entropy=self._entropy,
+            now=clocks,
+            anchor=self._anchor(known.swarm),
+            nominees=self._settings.nominees,
+        )
+        async with open_unwrapping_nursery() as nursery:
+            network = await self._start_network(nursery, known.swarm.digest)
+            self._network = network
+            driver = CoreDriver(
+                core,
+                streams=network.streams,
+                gossip=network.gossip,
+                record_store=network.record_store,
+                save=self._save_slot,
+                clocks=self._clocks,
+                last_error=self._last_error,
+            )
+            self._core = driver
+            self._make_duties(known.swarm, self._model.stored, driver)
+            assert self._holder is not None
+            assert self._backbone is not None
+            nursery.start_soon(driver.run)
+            nursery.start_soon(self._hear_events, driver)
+            nursery.start_soon(self._keep_seeded, driver, network)
+            if self._model.has_experts:
+                nursery.start_soon(self._holder.run)
+            if "backbone" in self._settings.ranks:
+                nursery.start_soon(self._backbone.run)
+            invite = self._files.load_invite()
+            if invite is not None and not core.is_admitted:
+                driver.command(UseInvite(invite))
+            await trio.sleep_forever()
+
+    def _make_duties(self, swarm: FoundedSwarm, model: StoredModel, core: CoreDriver) -> None:
+        start_engine = self._start_engine(swarm.digest)
+        self._holder = HolderDuty(
+            node_key=self._node_key,
+            swarm=swarm,
+            model=model,
+            core=core,
+            host=self._host,
+            start_engine=start_engine,
+            next_generation=self._next_generation,
+            settings=self._settings.holder,
+            now=self._now,
+            wall_time=self._wall_time,
+        )
+        self._backbone = BackboneDuty(
+            node_key=self._node_key,
+            swarm=swarm,
+            model=model,
+            find_backbone_file=lambda: self._find_backbone_file(model),
+            core=core,
+            host=self._host,
+            start_engine=start_engine,
+            next_generation=self._next_generation,
+            settings=self._settings.backbone,
+            now=self._now,
+            wall_time=self._wall_time,
+        )
+
+    async def _wait_for_model(self, swarm: FoundedSwarm) -> ModelOnDisk:
+        """The swarm's model; says what is missing until it is here."""
+        failures = 0
+        while True:
+            try:
+                return await self._find_model(swarm.manifest.model_digest)
+            except ModelUnusable as error:
+                failures += 1
+                self._contact = str(error)
+                self._last_error.note(str(error))
+                log.error("model_missing", reason=str(error))
+                await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, MODEL_DELAY_MAX_S))
+
+    def _clocks(self) -> Now:
+        return Now(self._now(), self._wall_time())
+
+    def _anchor(self, swarm: FoundedSwarm) -> bytes | None:
+        invite = self._files.load_invite()
+        return invite.electorate_digest if invite is not None and invite.swarm == swarm.digest else None
+
+    def _capability(self, model: ModelOnDisk) -> CapabilityRecord:
+        """What this node says of itself; the core numbers it and fills in what it holds."""
+        settings = self._settings
+        ranks = tuple(
+            rank for rank in settings.ranks if rank == "backbone" or model.has_experts
+        )
+        return CapabilityRecord(
+            node_id=self._host.node_id,
+            sequence=0,
+            expires=0,
+            addresses=self._host.addresses(),
+            versions=(PROTOCOL_VERSION,),
+            node_version=__version__,
+            backend=settings.holder.backend,
+            device=settings.device,
+            accumulation=settings.holder.accumulation,
+            memory_bytes=settings.memory_bytes,
+            state="joined",
+            reason="",
+            started=self._wall_time(),
+            ranks=ranks,
+            stands_for_elector="backbone" in ranks,
+            has_backbone_file="backbone" in ranks,
+            headroom_bytes=settings.memory_bytes,
+        )
+
+    # -- entering ----------------------------------------------------------------------------------
+
+    async def _enter(self) -> KnownSwarm:
+        """Learn the swarm's manifest from whoever answers at a bootstrap address, and remember it."""
+        invite = self._files.load_invite()
+        addresses = (*(invite.addresses if invite else ()), *self._settings.bootstrap)
+        failures = 0
+        while True:
+            for address in addresses:
+                try:
+                    return await self._enter_by(address, invite)
+                except (KvasirError, RemoteProtocolError) as error:
+                    self._contact = f"{address}: {error}"
+                    log.warning("swarm_unreachable", address=address, reason=str(error))
+            failures += 1
+            await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, ENTER_DELAY_MAX_S))
+
+    async def _enter_by(self, address: str, invite: Invite | None) -> KnownSwarm:
+        node_id = await self._host.connect(address)
+        welcome = await self._greet(node_id)
+        swarm = open_swarm_manifest(welcome.swarm_manifest, SwarmDigest(invite.swarm) if invite else None)
+        self._files.save_swarm(welcome.swarm_manifest)
+        log.info("swarm_entered", swarm=swarm.digest.hex(), model=swarm.manifest.model_name)
+        return KnownSwarm(swarm, welcome.swarm_manifest)
+
+    async def _greet(self, node_id: NodeId) -> Welcome:
+        stream = await self._host.open_stream(node_id)
+        try:
+            welcome = await ask(stream, Hello((PROTOCOL_VERSION,), __version__), Welcome)
+        finally:
+            await stream.close()
+        if welcome.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"it wants to speak version {welcome.version}", "incompatible_version")
+        return welcome
+
+    async def _keep_seeded(self, core: CoreDriver, network: SwarmNetwork) -> None:
+        """Tell the core whom discovery has found; membership tries them for ever."""
+        seeded: frozenset[NodeId] = frozenset()
+        while True:
+            candidates = frozenset(network.candidates()) - {self._host.node_id}
+            if candidates != seeded:
+                seeded = candidates
+                core.command(Seed(tuple(sorted(candidates))))
+            await network.wait_candidates()
+
+    # -- events ------------------------------------------------------------------------------------
+
+    async def _hear_events(self, core: CoreDriver) -> None:
+        assert self._holder is not None
+        assert self._backbone is not None
+        async for event in core.events:
+            self._take_event(event)
+            self._holder.take_event(event)
+            self._backbone.take_event(event)
+            if core.view().state == "ready":
+                self._last_error.note_ready()
+
+    def _take_event(self, event: NodeEvent) -> None:
+        network = self._network
+        assert network is not None
+        match event:
+            case MemberChanged():
+                log.info(
+                    "member_changed",
+                    node=event.node_id,
+                    state=event.state,
+                    condition=event.condition,
+                    reason=event.reason,
+                )
+            case RecordChanged(node_id, record, _):
+                if record is not None:
+                    network.note_record(node_id, record.addresses)
+                else:
+                    network.note_gone(node_id)
+            case InviteIssued(invite):
+                waiting = self._invites.pop(invite.secret, None)
+                if waiting is not None:
+                    waiting.send_nowait(invite)
+            case AdmissionFailed(code, reason):
+                self._last_error.note(f"the invite was refused: {reason}")
+                log.error("admission_failed", code=code, reason=reason)
+            case _:
+                log.debug("core_event", event_kind=type(event).__name__)
+
+    # -- from other nodes --------------------------------------------------------------------------
+
+    async def serve_stream(self, node_id: NodeId, stream: ControlStream) -> None:
+        """Answer a node that opened a control stream; returns when the conversation is over."""
+        try:
+            while True:
+                message = await hear(stream)
+                match message:
+                    case Hello():
+                        await tell(stream, self._welcome(message))
+                    case DataRequest() if self._holder is not None:
+                        await tell(stream, await self._holder.grant_data(node_id, message))
+                    case _:
+                        raise RemoteProtocolError(f"{message.kind} is not for us now", "unexpected_message")
+        except TransportUnavailable:
+            return  # it has said all it had to say
+        except RemoteProtocolError as error:
+            log.info("conversation_refused", node=node_id, code=error.code, reason=str(error))
+            await refuse(stream, error)
+        except KvasirError as error:
+            log.error("request_failed", node=node_id, reason=str(error))
+            await refuse(stream, RemoteProtocolError(str(error), error.code))
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        if PROTOCOL_VERSION not in hello.versions:
+            raise RemoteProtocolError(
+                f"this swarm speaks version {PROTOCOL_VERSION}, you {list(hello.versions)}",
+                "incompatible_version",
+            )
+        if self._known is None:
+            raise RemoteProtocolError("this node is in no swarm yet", "not_a_member")
+        return Welcome(PROTOCOL_VERSION, self._known.signed_manifest)
+
+    # -- from the user -----------------------------------------------------------------------------
+
+    @property
+    def backbone(self) -> BackboneDuty:
+        """The duty that runs sessions. Raises `NotReady` before the node has entered its swarm."""
+        if self._backbone is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        return self._backbone
+
+    async def ping(self, node_id: NodeId) -> int:
+        """The time in nanoseconds that another node takes to answer on a control stream.
+
+        Raises `TransportUnavailable` where it cannot be reached in bounded time.
+        """
+        if self._network is not None and node_id != self._host.node_id:
+            await self._network.reach(node_id)
+        stream = await self._host.open_stream(node_id)
+        try:
+            started = self._now()
+            await ask(stream, Hello((PROTOCOL_VERSION,), __version__), Welcome)
+            return self._now() - started
+        finally:
+            await stream.close()
+
+    async def issue_invite(self, request: IssueInvite) -> Invite:
+        """An invite that is on disk. Raises `NotReady`, or `LocalProtocolError` where we may issue none."""
+        if self._core is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        issued, taken = trio.open_memory_channel[Invite](1)
+        self._invites[request.secret] = issued
+        try:
+            self._core.command(request)
+            with trio.fail_after(_INVITE_TIMEOUT_S):
+                return await taken.receive()
+        except trio.TooSlowError:
+            raise NotReady("the invite could not be saved: see the log") from None
+        finally:
+            self._invites.pop(request.secret, None)
+
+    def electorate_digest(self) -> bytes:
+        """The digest of the newest electorate known here, for invites. Raises `NotReady`."""
+        if self._core is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        return self._core.view().electorate.digest()
+
+    # -- what is going on --------------------------------------------------------------------------
+
+    def state(self) -> tuple[str, str]:
+        """One word and its reason."""
+        if self._core is None:
+            return "joining", self._contact
+        view = self._core.view()
+        assert self._backbone is not None
+        assert self._holder is not None
+        if view.fence is not None and view.fence.backbone == self._host.node_id and view.lease_until:
+            word, reason = self._backbone.state()
+            return (word, reason) if word != "ready" or view.state == "ready" else (view.state, view.reason)
+        if view.state == "loading":
+            return self._holder.state()
+        return view.state, view.reason
+
+    def sources(self) -> Mapping[str, Any]:
+        """What a status document is made of; see `status_report`."""
+        return {
+            "known": self._known,
+            "model": self._model.stored if self._model else None,
+            "view": self._core.view() if self._core else None,
+            "record_of": self._core.record_of if self._core else None,
+            "holder": self._holder.report() if self._holder else None,
+            "backbone": self._backbone.report() if self._backbone else None,
+            "last_error": self._last_error.report(),
+        }
+
+    async def leave(self) -> None:
+        """Leave the swarm in good order: stop sampling, give the lease back, say goodbye; in bounded time."""
+        core = self._core
+        if core is None:
+            return
+        with trio.move_on_after(LEAVE_TIMEOUT_S):
+            if self._backbone is not None:
+                await self._backbone.release()
+            try:
+                core.command(Leave("the node stops"))
+            except (LocalProtocolError, RemoteProtocolError) as error:
+                log.warning("leaving_failed", reason=str(error))
+            await core.flush()
+            if self._network is not None:
+                await self._network.flush()
+
+
+def check_bootstrap(addresses: tuple[str, ...], node_id: NodeId, has_swarm: bool, has_invite: bool) -> None:
+    """Raise `ConfigurationInvalid` where a node has neither a swarm, nor an invite, nor anybody to ask."""
+    others = [each for each in addresses if not each.endswith(f"/{node_id}")]
+    if addresses and not others and not has_swarm:
+        raise ConfigurationInvalid("swarm.bootstrap names this node itself and nobody else")
+    if not others and not has_swarm and not has_invite:
+        raise ConfigurationInvalid(
+            "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
+            "'kvasir-node run --bootstrap ADDRESS'"
+        )
