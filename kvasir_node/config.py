@@ -106,6 +106,37 @@ def _addresses(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _list_of(value: object, expected: _Refused) -> list[object]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise expected
+    return list(value)
+
+
+def _node_ids(value: object) -> tuple[str, ...]:
+    expected = _Refused("a list of node ids such as 12D3KooW...")
+    ids = _list_of(value, expected)
+    if not all(isinstance(each, str) and is_node_id(each) for each in ids):
+        raise expected
+    return tuple(str(each) for each in ids)
+
+
+def _ranks(value: object) -> tuple[Rank, ...]:
+    expected = _Refused(f"a list of {', '.join(RANKS)}, each at most once")
+    ranks = _list_of(value, expected)
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(RANKS):
+        raise expected
+    return tuple(rank for rank in RANKS if rank in ranks)
+
+
+def _truth(value: object) -> bool:
+    truths = {True: True, False: False, "true": True, "false": False}
+    if not isinstance(value, bool | str) or value not in truths:
+        raise _Refused("true or false")
+    return truths[value]
+
+
 def _name(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise _Refused("the name of a model, or the first digits of its digest")
@@ -156,6 +187,16 @@ class Configuration:
         _integer(1, HOLDERS_MAX),
         None,
         "how many workers hold each expert; unset is 2 where there are 3 workers or more, else 1",
+    )
+    swarm_electors: tuple[str, ...] = _key(
+        "swarm.electors",
+        _node_ids,
+        (),
+        "ids of nodes that the founder's node names as electors of a pinned swarm",
+    )
+    swarm_lan: bool = _key("swarm.lan", _truth, False, "find members on this LAN by mDNS, and be found")
+    node_ranks: tuple[Rank, ...] = _key(
+        "node.ranks", _ranks, ("backbone", "output", "bulk"), "the ranks that this node stands for"
     )
     engine_threads: int = _key("engine.threads", _integer(1, 1024), 1, "threads that compute, in each engine")
     engine_context_tokens: int = _key(

@@ -96,6 +96,7 @@ class Discovery:
         self._candidates: dict[NodeId, None] = {}
         self._save_due = False
         self._news = trio.Event()
+        self._heard = trio.Event()
         self._failed_rounds = 0
         self._last_failure = ""
         for node_id, addresses in remembered.load().items():
@@ -128,6 +129,15 @@ class Discovery:
             self._dialler.forget(node_id)
             self._save_due = True
 
+    def candidates(self) -> tuple[NodeId, ...]:
+        """Nodes that may be members, those told first, then those heard of last; as many as seeds may be."""
+        others = [each for each in reversed(self._candidates) if each not in self._told]
+        return (*self._told, *others)[: self._options.candidates_max]
+
+    async def wait_news(self) -> None:
+        """Wait until somebody new was found, or someone's address has changed."""
+        await self._heard.wait()
+
     def statistics(self) -> DiscoveryStatistics:
         """How it stands."""
         return DiscoveryStatistics(
@@ -144,6 +154,9 @@ class Discovery:
             await self._seek()
 
     def _consider(self, node_id: NodeId) -> None:
+        if node_id not in self._candidates:
+            self._heard.set()
+            self._heard = trio.Event()
         self._candidates.pop(node_id, None)
         self._candidates[node_id] = None
         if len(self._candidates) > self._options.candidates_max:
