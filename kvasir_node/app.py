@@ -1,9 +1,8 @@
 """The composition root: puts one node together from its parts and runs it until told to stop.
 
-The only place that knows concrete adapters (libp2p, files, processes) and that reads clocks. A home where a
-swarm was founded makes this node its backbone; any other joins as a worker. Order of start: lock, identity,
-control socket, network, duty; so that `status` answers before anything can be slow. Stopping runs the other
-way round and within a bounded time.
+The only place that knows concrete adapters (libp2p, files, processes) and that reads clocks. Order of start:
+lock, identity, control socket, network, duty; so that `status` answers before anything can be slow. Stopping
+runs the other way round and within a bounded time.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ import contextlib
 import json
 import os
 import platform
+import random
+import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,22 +25,25 @@ import trio
 from kvasir_node import __version__
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
-from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
-from kvasir_node.driver.last_error import NO_ERROR
-from kvasir_node.driver.worker_duty import WorkerDuty, WorkerSettings
+from kvasir_node.driver.backbone_duty import BackboneSettings
+from kvasir_node.driver.holder_duty import HolderSettings
+from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
+from kvasir_node.driver.status_report import status_document
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import ModelStore, StoredModel
 from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity, load_or_create_identity
+from kvasir_node.net.swarm_network import Libp2pSwarmNetwork, NetworkOptions
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import EnginePort
+from kvasir_node.ports import Claim, EnginePort
 from kvasir_node.supervisor import start_engine
-from kvasir_node.swarm_files import Founding, SwarmFiles
+from kvasir_node.swarm_files import KnownSwarm, SwarmFiles
 from kvasir_node.telemetry import bind_process, get_logger
-from kvasir_proto.errors import ConfigurationInvalid, KvasirError, ModelUnusable, NotReady
-from kvasir_proto.ids import SwarmDigest
+from kvasir_proto.errors import ModelUnusable, NotReady
+from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
+from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
@@ -56,23 +60,10 @@ log = get_logger()
 
 STATUS_SCHEMA_VERSION: Final = 1
 DEMO_MODEL: Final = Path(__file__).with_name("data") / "demo-q8_0.gguf"
+HEALTH_INTERVAL_S: Final = 12.0
+"""Connections are probed this seldom, because membership probes the members themselves."""
 STOP_TIMEOUT_S: Final = 25.0
 """For everything that ends in good order; then the process ends without it, and its engines with it."""
-
-_STATUS_AT_START: Final[dict[str, Any]] = {
-    "epoch": 0,
-    "term": 0,
-    "backbone": None,
-    "ranks": [],
-    "swarm": None,
-    "model": None,
-    "plan": {"revision": 0},
-    "members": [],
-    "engine": None,
-    "engine_statistics": None,
-    **NO_ERROR,
-}
-"""What a status document says as long as the node has no duty yet."""
 
 
 def now() -> Instant:
@@ -137,7 +128,7 @@ def found_swarm(
     partial_sums: bool = False,
     admission: AdmissionRule = "open",
     electorate: ElectorateRule = "pinned",
-) -> Founding:
+) -> KnownSwarm:
     """Found a swarm for ``model`` in this home; see `SwarmManifest` for what it may be founded with.
 
     Raises `AlreadyRunning` while a daemon runs in it, `ConfigurationInvalid` when it belongs to a swarm.
@@ -164,7 +155,7 @@ class Node:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._duty: BackboneDuty | WorkerDuty | None = None
+        self._duty: NodeDuty | None = None
         self._addresses: tuple[str, ...] = ()
         self._stopping = trio.Event()
         self._started = now()
@@ -176,33 +167,25 @@ class Node:
         state, reason = self._duty.state() if self._duty is not None else ("starting", "opening the network")
         if self._stopping.is_set():
             state, reason = "stopping", ""
-        document: dict[str, Any] = {
-            "schema_version": STATUS_SCHEMA_VERSION,
-            "version": __version__,
-            "state": state,
-            "reason": reason,
-            "node_id": self._home.identity.node_id,
-            "pid": os.getpid(),
-            "uptime_s": round((now() - self._started) / 1e9, 1),
-            "addresses": list(self._addresses),
-            **_STATUS_AT_START,
-        }
-        if self._duty is not None:
-            document |= self._duty.report()
-            try:
-                document["engine_statistics"] = json.loads(await self._duty.engine_statistics())
-            except (KvasirError, ValueError) as error:
-                log.debug("engine_statistics_unavailable", reason=str(error))
-        statistics = document.get("engine_statistics") or {}
-        # Unknown is not zero: without an answer from the engine nobody can say that no row was missing.
-        document["experts_missing_total"] = statistics.get("experts_missing_total")
-        return json.dumps(document)
+        return json.dumps(
+            await status_document(
+                state=state,
+                reason=reason,
+                version=__version__,
+                node_id=self._home.identity.node_id,
+                pid=os.getpid(),
+                uptime_s=round((now() - self._started) / 1e9, 1),
+                addresses=self._addresses,
+                now=now(),
+                duty=self._duty,
+            )
+        )
 
     async def generate(
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
     ) -> GenerateEnd:
-        """Run a session on this node's backbone. Raises `NotReady` on a worker."""
-        duty = self._backbone_duty()
+        """Run a session on this node's backbone. Raises `NotReady` on a node without the lease."""
+        duty = self._running_duty().backbone
 
         async def pass_on(token: TokenEmitted) -> None:
             await emit(TokenEvent(token.position, token.token, token.piece))
@@ -211,14 +194,12 @@ class Node:
         return GenerateEnd(ended.reason, ended.code, ended.detail, json.dumps(_session_report(ended)))
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Write the live swarm's logits for these tokens. Raises `NotReady` on a worker."""
-        return await self._backbone_duty().evaluate(request)
+        """Write the live swarm's logits for these tokens. Raises `NotReady` on a node without the lease."""
+        return await self._running_duty().backbone.evaluate(request)
 
-    def _backbone_duty(self) -> BackboneDuty:
+    def _running_duty(self) -> NodeDuty:
         if self._duty is None:
             raise NotReady("this node is starting")
-        if not isinstance(self._duty, BackboneDuty):
-            raise NotReady("sessions run on the backbone; this node is a worker")
         return self._duty
 
     def stop(self) -> None:
@@ -246,7 +227,7 @@ class Node:
                     await self._stopping.wait()
                     log.info("node_stopping")
                     outer.start_soon(_end_late_process)
-                    if isinstance(self._duty, WorkerDuty):
+                    if self._duty is not None:
                         await self._duty.leave()
                     nursery.cancel_scope.cancel()
                 # Last, so that whoever asked us to stop hears of it when everything else has ended.
@@ -273,9 +254,10 @@ class Node:
 
     async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
         home, configuration = self._home, self._home.configuration
-        options = HostOptions(configuration.listen_host, configuration.listen_port)
+        options = HostOptions(
+            configuration.listen_host, configuration.listen_port, health_interval_s=HEALTH_INTERVAL_S
+        )
         async with Libp2pHost(home.identity, options) as host:
-            # A model may have to be read first: one can stop meanwhile.
             duty = await trio.to_thread.run_sync(self._make_duty, host, abandon_on_cancel=True)
             host.set_stream_handler(duty.serve_stream)
             self._addresses = host.addresses()
@@ -284,70 +266,42 @@ class Node:
             on_listening(self._addresses)
             await duty.run()
 
-    def _make_duty(self, host: Libp2pHost) -> BackboneDuty | WorkerDuty:
+    def _make_duty(self, host: Libp2pHost) -> NodeDuty:
         home, configuration = self._home, self._home.configuration
         files = home.swarm_files
-        files.check_undamaged(home.identity.private_key)
-        if files.is_founder:
-            founding = files.load_founding(home.identity.private_key)
-            model = self._find_model(founding.swarm.manifest.model_digest, needs_source=False)
-            return BackboneDuty(
-                node_key=home.identity.private_key,
-                founding=founding,
-                model=model,
-                find_backbone_file=lambda: trio.to_thread.run_sync(
-                    model.verified_backbone_path, abandon_on_cancel=True
-                ),
-                host=host,
-                start_engine=_EngineStarter(home, founding.swarm.digest),
-                next_generation=files.next_generation,
-                saved_plan=files.load_plan(founding),
-                save_plan=files.save_plan,
-                settings=BackboneSettings(
-                    workers_min=configuration.swarm_workers_min,
-                    holders=configuration.swarm_holders,
-                    n_ctx=configuration.engine_context_tokens,
-                    n_ubatch=configuration.engine_ubatch_tokens,
-                    n_threads=configuration.engine_threads,
-                    device=configuration.engine_device,
-                ),
-                now=now,
-                wall_time=wall_time,
-            )
-        bootstrap = tuple(
-            each for each in configuration.swarm_bootstrap if not each.endswith(f"/{home.identity.node_id}")
+        files.check_undamaged()
+        check_bootstrap(
+            configuration.swarm_bootstrap,
+            home.identity.node_id,
+            has_swarm=files.load_swarm() is not None,
+            has_invite=files.load_invite() is not None,
         )
-        if configuration.swarm_bootstrap and not bootstrap:
-            raise ConfigurationInvalid("swarm.bootstrap names this node itself and nobody else")
-        if not bootstrap:
-            raise ConfigurationInvalid(
-                "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
-                "'kvasir-node run --bootstrap ADDRESS'"
-            )
-        starter = _EngineStarter(home, None)
-        return WorkerDuty(
+        return NodeDuty(
             node_key=home.identity.private_key,
-            swarm=files.load_joined(),
-            remember_swarm=files.save_joined,
-            find_model=self._find_model_in_thread,
-            fences=files,
+            files=files,
+            save_slot=lambda slot, data: trio.to_thread.run_sync(files.save_slot, slot, data),
             host=host,
-            start_engine=starter,
-            next_generation=files.next_generation,
-            settings=WorkerSettings(
-                bootstrap=bootstrap,
-                data_host=configuration.listen_host,
-                data_port=configuration.data_port,
-                n_threads=configuration.engine_threads,
-                memory_bytes=_memory_offered_bytes(),
-                device=platform.machine(),
+            start_network=_NetworkStarter(home, host),
+            find_model=self._find_model_in_thread,
+            find_backbone_file=lambda model: trio.to_thread.run_sync(
+                model.verified_backbone_path, abandon_on_cancel=True
             ),
+            start_engine=lambda digest: _EngineStarter(home, digest),
+            next_generation=files.next_generation,
+            settings=_node_settings(configuration),
+            entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,
             wall_time=wall_time,
         )
 
-    async def _find_model_in_thread(self, digest: bytes) -> StoredModel:
-        return await trio.to_thread.run_sync(self._find_model, digest, abandon_on_cancel=True)
+    async def _find_model_in_thread(self, digest: bytes) -> ModelOnDisk:
+        return await trio.to_thread.run_sync(self._find_model_on_disk, digest, abandon_on_cancel=True)
+
+    def _find_model_on_disk(self, digest: bytes) -> ModelOnDisk:
+        try:
+            return ModelOnDisk(self._find_model(digest), has_experts=True)
+        except ModelUnusable:
+            return ModelOnDisk(self._find_model(digest, needs_source=False), has_experts=False)
 
     def _find_model(self, digest: bytes, needs_source: bool = True) -> StoredModel:
         """The swarm's model, from this home's store, the configured file, or the package's demo model.
@@ -377,24 +331,82 @@ async def _end_late_process() -> None:
     os._exit(1)
 
 
+def _node_settings(configuration: Configuration) -> NodeSettings:
+    placement = replace(
+        LAN.placement,
+        workers_min=max(1, configuration.swarm_workers_min),
+        holders=configuration.swarm_holders or LAN.placement.holders,
+    )
+    return NodeSettings(
+        bootstrap=configuration.swarm_bootstrap,
+        core=replace(LAN, placement=placement),
+        ranks=configuration.node_ranks,
+        nominees=tuple(NodeId(each) for each in configuration.swarm_electors),
+        memory_bytes=_memory_offered_bytes(),
+        device=platform.machine(),
+        holder=HolderSettings(
+            data_host=configuration.listen_host,
+            data_port=configuration.data_port,
+            n_threads=configuration.engine_threads,
+            memory_bytes=_memory_offered_bytes(),
+        ),
+        backbone=BackboneSettings(
+            n_ctx=configuration.engine_context_tokens,
+            n_ubatch=configuration.engine_ubatch_tokens,
+            n_threads=configuration.engine_threads,
+            device=configuration.engine_device,
+            memory_bytes=_memory_offered_bytes(),
+            standby=True,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _NetworkStarter:
+    """Starts what is between the nodes of a swarm (see `ports.NetworkStarter`)."""
+
+    home: Home
+    host: Libp2pHost
+
+    async def __call__(self, nursery: trio.Nursery, swarm: SwarmDigest) -> Libp2pSwarmNetwork:
+        known = self.home.swarm_files.load_swarm()
+        assert known is not None, "a network is of the swarm that the home belongs to"
+        configuration, founded = self.home.configuration, known.swarm
+        invite = self.home.swarm_files.load_invite()
+
+        def judge(data: bytes) -> Claim | None:
+            opened = record_in_store(data, swarm, wall_time())
+            return None if opened is None else Claim(opened.said.node_id, opened.said.sequence)
+
+        network = Libp2pSwarmNetwork(
+            self.host,
+            swarm,
+            accept={"records": lambda data: is_record(data, founded), "terms": is_announcement},
+            judge=judge,
+            options=NetworkOptions(
+                told=(*(invite.addresses if invite else ()), *configuration.swarm_bootstrap),
+                members_file=self.home.locations.state / "members.json",
+                lan=configuration.swarm_lan,
+            ),
+            entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - spreads load
+        )
+        await network.start(nursery)
+        return network
+
+
 @dataclass(frozen=True, slots=True)
 class _EngineStarter:
     """Starts engine processes for this home (see `ports.EngineStarter`)."""
 
     home: Home
-    swarm_digest: SwarmDigest | None
+    swarm_digest: SwarmDigest
 
     async def __call__(self, nursery: trio.Nursery, role: Role, generation: int) -> EnginePort:
-        digest = self.swarm_digest
-        if digest is None:
-            joined = self.home.swarm_files.load_joined()
-            assert joined is not None, "a worker starts its engine only after it entered a swarm"
-            digest = joined.digest
         return await start_engine(
             nursery,
             role,
             node_key=self.home.identity.private_key,
-            swarm_digest=digest,
+            swarm_digest=self.swarm_digest,
             generation=generation,
             directory=self.home.locations.runtime,
             log_level=self.home.configuration.log_level,

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import is_node_id
-from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, RANKS, WORKERS_MAX, Rank
 
 _ENVIRONMENT_PREFIX: Final = "KVASIR_"
 _SHORT_FLAGS: Final = {

@@ -91,6 +91,7 @@ Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
 """The worst precision a backend measurably adds in, in one word."""
 Rank: TypeAlias = Literal["backbone", "output", "bulk"]
 """A place in the forward pass that a node can fill."""
+RANKS: Final[tuple[Rank, ...]] = ("backbone", "output", "bulk")
 
 # --- numbers ------------------------------------------------------------------------------------------------
 Port: TypeAlias = Annotated[int, Range(1, 65535)]

@@ -248,9 +248,7 @@ class NodeDuty:
     def _capability(self, model: ModelOnDisk) -> CapabilityRecord:
         """What this node says of itself; the core numbers it and fills in what it holds."""
         settings = self._settings
-        ranks = tuple(
-            rank for rank in settings.ranks if rank == "backbone" or model.has_experts
-        )
+        ranks = tuple(rank for rank in settings.ranks if rank == "backbone" or model.has_experts)
         return CapabilityRecord(
             node_id=self._host.node_id,
             sequence=0,
