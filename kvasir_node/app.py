@@ -54,6 +54,7 @@ from kvasir_proto.messages.local import (
     GenerateRequest,
     TokenEvent,
 )
+from kvasir_proto.node_core import LAN
 from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
 
 log = get_logger()
@@ -127,7 +128,7 @@ def found_swarm(
     compact_activations: bool = False,
     partial_sums: bool = False,
     admission: AdmissionRule = "open",
-    electorate: ElectorateRule = "pinned",
+    electorate: ElectorateRule = "open",
 ) -> KnownSwarm:
     """Found a swarm for ``model`` in this home; see `SwarmManifest` for what it may be founded with.
 

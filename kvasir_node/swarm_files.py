@@ -63,7 +63,8 @@ class SwarmFiles:
         """
         if self._exists(_OF_EARLIER_BUILDS):
             raise ConfigurationInvalid(
-                f"{self._directory} was made by a build without elections: found or join a swarm in a new --home"
+                f"{self._directory} was made by a build without elections: found or join a swarm in a "
+                "new --home"
             )
         self._load_generation()
         self.load_swarm()
@@ -120,8 +121,8 @@ class SwarmFiles:
         known = self.load_swarm()
         if known is not None:
             raise ConfigurationInvalid(
-                f"this home belongs to swarm {known.swarm.digest.hex()[:12]} already ({self._directory}): found "
-                "another one in another --home"
+                f"this home belongs to swarm {known.swarm.digest.hex()[:12]} already ({self._directory}): "
+                "found another one in another --home"
             )
 
     def load_swarm(self) -> KnownSwarm | None:

@@ -97,7 +97,7 @@ def init(
     }
     if found:
         # Before a large model is read for nothing.
-        home.swarm_files.check_unfounded(home.identity.private_key)
+        home.swarm_files.check_unfounded()
         with progress_on_stderr("reading the model") as progress:
             stored = app.resolve_model(home, configuration.model, progress, try_backbone_file)
         founding = app.found_swarm(
@@ -106,7 +106,7 @@ def init(
             compact_activations=compact_activations,
             partial_sums=partial_sums,
             admission=admission or "open",
-            electorate=electorate or "pinned",
+            electorate=electorate or "open",
         )
         document |= {
             "swarm": founding.swarm.digest.hex(),
@@ -126,7 +126,7 @@ def init(
         click.echo(f"model     {document['model']}  {str(document['model_digest'])[:12]}")
         click.echo(f"rows      {rows_in_words(compact_activations, partial_sums)}")
         click.echo(f"\nMove the recovery key off this node and keep it safe: {document['recovery_key_file']}")
-    elif home.swarm_files.is_founder:
+    elif home.swarm_files.is_founder(home.identity.private_key):
         click.echo("\nThis node founded a swarm. Start it with: kvasir-node run")
     else:
         click.echo("\nJoin a swarm with: kvasir-node run --bootstrap ADDRESS")

@@ -2,8 +2,8 @@
 
 Owns the order of things: the swarm's manifest first, then its model, then network and core, then the two
 duties, which see what the core tells and ask it back through `ports.SwarmCore`. It answers whoever opens a
-control stream: who we are (`Hello`), and the way to our engine (`DataRequest`). What is decided about the swarm
-is decided in the core; what an engine does is the duties' affair.
+control stream: who we are (`Hello`), and the way to our engine (`DataRequest`). What is decided about the
+swarm is decided in the core; what an engine does is the duties' affair.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class NodeDuty:
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, as slow as it is."""
+        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, however slowly."""
         self._node_key = node_key
         self._files = files
         self._save_slot = save_slot
