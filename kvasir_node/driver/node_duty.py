@@ -125,7 +125,7 @@ class NodeDuty:
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, however slowly."""
+        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly."""
         self._node_key = node_key
         self._files = files
         self._save_slot = save_slot
