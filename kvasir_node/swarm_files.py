@@ -9,16 +9,23 @@ before is kept then. What a slot holds is its core's affair; nothing here decide
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.durable_file import durable_file, unwritable
-from kvasir_proto.admission import Invite, parse_invite
+from kvasir_proto.admission import ADMISSION_KEPT, Invite, parse_invite
+from kvasir_proto.codec import decode
 from kvasir_proto.effects import Slot
+from kvasir_proto.election.elector import STORED_PROMISES
+from kvasir_proto.election.knowledge import STORED_ELECTORATES, STORED_FENCE
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest
 from kvasir_proto.limits import INT63_MAX
+from kvasir_proto.messages import Family
+from kvasir_proto.messages.membership import RESERVED_INCARNATIONS
+from kvasir_proto.placement.plan import PLAN
+from kvasir_proto.records import RECORDS_KEPT
 from kvasir_proto.swarm_manifest import (
     AdmissionRule,
     ElectorateRule,
@@ -39,6 +46,15 @@ _GENERATION: Final = "engine-generation"
 _OF_EARLIER_BUILDS: Final = "term-proof"
 """A file that only builds without elections wrote."""
 _SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
+_KEPT_IN: Final[dict[Slot, Family[Any]]] = {
+    "admission": ADMISSION_KEPT,
+    "election": STORED_PROMISES,
+    "electorate": STORED_ELECTORATES,
+    "fence": STORED_FENCE,
+    "incarnation": RESERVED_INCARNATIONS,
+    "plan": PLAN,
+    "records": RECORDS_KEPT,
+}
 _FILE_SIZE_MAX: Final = 4 << 20
 """Bytes of the largest slot: all that was ever revoked in a swarm."""
 
@@ -69,7 +85,12 @@ class SwarmFiles:
         self._load_generation()
         self.load_swarm()
         self.load_invite()
-        self.load_slots()
+        for slot, data in self.load_slots().items():
+            try:
+                decode(data, _KEPT_IN[slot])
+            except RemoteProtocolError as error:
+                path = self._directory / _name_of(slot)
+                raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
 
     @property
     def recovery_key_file(self) -> Path:
