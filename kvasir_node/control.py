@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import trio
 
@@ -32,17 +32,24 @@ from kvasir_proto.errors import (
     NotRunning,
     ProtocolError,
     RemoteProtocolError,
+    TransportUnavailable,
     UsageError,
 )
 from kvasir_proto.framing import FrameReader, frame
-from kvasir_proto.limits import as_sentence
+from kvasir_proto.ids import NodeId
+from kvasir_proto.instants import Duration
+from kvasir_proto.limits import Rank, as_sentence
 from kvasir_proto.messages.local import (
     LOCAL,
     EvaluateReply,
     EvaluateRequest,
     GenerateEnd,
     GenerateRequest,
+    InviteReply,
+    InviteRequest,
     LocalMessage,
+    PingReply,
+    PingRequest,
     Refusal,
     StatusReply,
     StatusRequest,
@@ -52,6 +59,8 @@ from kvasir_proto.messages.local import (
 )
 
 log = get_logger()
+
+ReplyT = TypeVar("ReplyT")
 
 REQUEST_TIMEOUT_S: Final = 10.0
 SEND_TIMEOUT_S: Final = 60.0
@@ -78,6 +87,12 @@ class Operator(Protocol):
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Write the live swarm's logits to a file. Cancelled when the client goes away."""
+
+    async def ping(self, request: PingRequest) -> PingReply:
+        """One round trip to a member. Raises `TransportUnavailable`, within the time that was asked for."""
+
+    async def issue_invite(self, request: InviteRequest) -> InviteReply:
+        """An invite, kept before it is shown. Raises `NotReady` on a node that may issue none now."""
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -215,6 +230,10 @@ class ControlServer:
                 await self._while_connected(connection, lambda: self._operator.generate(request, emit))
             case EvaluateRequest():
                 await self._while_connected(connection, lambda: self._operator.evaluate(request))
+            case PingRequest():
+                await self._while_connected(connection, lambda: self._operator.ping(request))
+            case InviteRequest():
+                await self._while_connected(connection, lambda: self._operator.issue_invite(request))
             case StopRequest():
                 await connection.send(StopReply())
                 self._operator.stop()
@@ -265,16 +284,41 @@ async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]
 
 async def request_status(locations: Locations) -> str:
     """The running daemon's status document, as JSON. Raises like `connect_daemon`, or `EngineFailed`."""
+    reply = await _request(locations, StatusRequest(), StatusReply, REQUEST_TIMEOUT_S)
+    return reply.document
+
+
+async def request_ping(locations: Locations, node_id: NodeId, timeout_s: float) -> Duration:
+    """One round trip from the running daemon to this member.
+
+    Raises like `connect_daemon`, `TransportUnavailable` when that member does not answer in time, or
+    `EngineFailed`.
+    """
+    request = PingRequest(node_id, max(1, round(timeout_s * 1000)))
+    reply = await _request(locations, request, PingReply, timeout_s + REQUEST_TIMEOUT_S)
+    return Duration(reply.round_trip_ns)
+
+
+async def request_invite(locations: Locations, ranks: tuple[Rank, ...], lifetime: Duration) -> str:
+    """A new invite of the running daemon, as text. Raises like `connect_daemon`, or `EngineFailed`."""
+    request = InviteRequest(ranks, lifetime)
+    reply = await _request(locations, request, InviteReply, REQUEST_TIMEOUT_S)
+    return reply.invite
+
+
+async def _request(
+    locations: Locations, request: LocalMessage, reply_type: type[ReplyT], timeout_s: float
+) -> ReplyT:
+    """Ask the running daemon one thing that has one answer."""
     async with connect_daemon(locations) as connection:
-        with trio.move_on_after(REQUEST_TIMEOUT_S):
-            reply = await connection.ask(StatusRequest())
-            match reply:
-                case StatusReply():
-                    return reply.document
-                case Refusal():
-                    raise _error_of(reply)
-            raise EngineFailed(f"the daemon answered {reply.kind} to a request for its status")
-    raise EngineFailed(f"the daemon did not answer within {REQUEST_TIMEOUT_S:g} s")
+        with trio.move_on_after(timeout_s):
+            reply = await connection.ask(request)
+            if isinstance(reply, Refusal):
+                raise _error_of(reply)
+            if not isinstance(reply, reply_type):
+                raise EngineFailed(f"the daemon answered {reply.kind} to a {request.kind}")
+            return reply
+    raise EngineFailed(f"the daemon did not answer within {timeout_s:g} s")
 
 
 async def request_stop(locations: Locations, timeout_s: float) -> None:
@@ -323,7 +367,10 @@ async def collect_text(
         reply = await connection.receive()
 
 
+_RAISED_AS_THEY_ARE: Final = (UsageError, ModelAborted, TransportUnavailable)
+
+
 def _error_of(refusal: Refusal) -> KvasirError:
     """The daemon's refusal as the error that ends a command."""
-    kind = next((each for each in (UsageError, ModelAborted) if each("").code == refusal.code), EngineFailed)
+    kind = next((each for each in _RAISED_AS_THEY_ARE if each("").code == refusal.code), EngineFailed)
     return kind(refusal.reason)

@@ -8,8 +8,9 @@ socket does not know their form, so a report can grow without a new protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias, get_args
+from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
+from kvasir_proto.ids import NodeIdField
 from kvasir_proto.limits import (
     LOCAL_FRAME_SIZE_MAX,
     ChunkSizes,
@@ -17,11 +18,15 @@ from kvasir_proto.limits import (
     Document,
     EndReason,
     FilePath,
+    Length,
+    Milliseconds,
+    Nanoseconds,
     OptionalWord,
     Piece,
     Position,
     PositionCount,
     Prompt,
+    Rank,
     Sentence,
     Token,
     Tokens,
@@ -102,6 +107,40 @@ class EvaluateReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PingRequest:
+    """Asks how long one round trip to this member takes, on a control stream; at most so long is waited."""
+
+    kind: ClassVar[str] = "ping_request"
+    node_id: NodeIdField
+    timeout_ms: Milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class PingReply:
+    """The answer to `PingRequest`: the round trip, the opening of the stream left out."""
+
+    kind: ClassVar[str] = "ping_reply"
+    round_trip_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class InviteRequest:
+    """Asks for an invite that admits one node, to fill these ranks, for so long from now."""
+
+    kind: ClassVar[str] = "invite_request"
+    ranks: Annotated[tuple[Rank, ...], Length(1, 3)]
+    lifetime_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class InviteReply:
+    """The answer to `InviteRequest`: the invite as text to be handed on (`admission.format_invite`)."""
+
+    kind: ClassVar[str] = "invite_reply"
+    invite: Annotated[str, Length(1, 16 << 10)]
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Asks the daemon to stop in good order."""
 
@@ -132,6 +171,10 @@ LocalMessage: TypeAlias = (
     | GenerateEnd
     | EvaluateRequest
     | EvaluateReply
+    | PingRequest
+    | PingReply
+    | InviteRequest
+    | InviteReply
     | StopRequest
     | StopReply
     | Refusal

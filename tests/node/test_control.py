@@ -21,6 +21,8 @@ from kvasir_node.control import (
     LocalConnection,
     collect_text,
     connect_daemon,
+    request_invite,
+    request_ping,
     request_status,
     request_stop,
 )
@@ -34,16 +36,23 @@ from kvasir_proto.errors import (
     ModelAborted,
     NotReady,
     NotRunning,
+    TransportUnavailable,
     UsageError,
 )
 from kvasir_proto.framing import frame
+from kvasir_proto.ids import node_id_of
+from kvasir_proto.instants import seconds
 from kvasir_proto.limits import LOCAL_FRAME_SIZE_MAX
 from kvasir_proto.messages.local import (
     EvaluateReply,
     EvaluateRequest,
     GenerateEnd,
     GenerateRequest,
+    InviteReply,
+    InviteRequest,
     LocalMessage,
+    PingReply,
+    PingRequest,
     Refusal,
     StatusReply,
     StatusRequest,
@@ -56,6 +65,7 @@ from kvasir_proto.sampling import Sampling
 pytestmark = pytest.mark.loopback
 
 PATIENCE_S = 20.0
+NODE_ID = node_id_of(bytes(32))
 Emit = Callable[[TokenEvent], Awaitable[None]]
 
 
@@ -106,6 +116,23 @@ class Daemon:
             self.cancelled.set()
             raise
         return EvaluateReply(len(request.token_ids), 3, 0)
+
+    async def ping(self, request: PingRequest) -> PingReply:
+        if self.error is not None:
+            raise self.error
+        try:
+            self.started.set()
+            if self.endless:
+                await trio.sleep_forever()
+        except BaseException:
+            self.cancelled.set()
+            raise
+        return PingReply(request.timeout_ms * 1000)
+
+    async def issue_invite(self, request: InviteRequest) -> InviteReply:
+        if self.error is not None:
+            raise self.error
+        return InviteReply(f"{'+'.join(request.ranks)} for {request.lifetime_ns}")
 
     def stop(self) -> None:
         self.stopped.set()
@@ -167,6 +194,32 @@ async def test_tokens_come_before_the_end(tmp_path: Path) -> None:
 async def test_logits_are_answered(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_daemon, path):
         assert await converse(path, EvaluateRequest((1, 2), (2,), "/x")) == [EvaluateReply(2, 3, 0)]
+
+
+async def test_a_round_trip_is_asked_for_with_its_deadline(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        assert await request_ping(home_of(path), NODE_ID, 1.5) == 1_500_000
+        daemon.error = TransportUnavailable("nobody answers there")
+        with pytest.raises(TransportUnavailable, match="nobody answers there"):
+            await request_ping(home_of(path), NODE_ID, 1.5)
+
+
+async def test_a_client_that_goes_away_cancels_its_ping(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        daemon.endless = True
+        async with connect_daemon(home_of(path)) as connection:
+            await connection.send(PingRequest(NODE_ID, 1000))
+            await daemon.started.wait()
+        await daemon.cancelled.wait()
+
+
+async def test_an_invite_is_asked_for_with_ranks_and_lifetime(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        invite = await request_invite(home_of(path), ("output", "bulk"), seconds(60))
+        assert invite == "output+bulk for 60000000000"
+        daemon.error = NotReady("this node is no elector")
+        with pytest.raises(EngineFailed, match="no elector"):
+            await request_invite(home_of(path), ("bulk",), seconds(60))
 
 
 async def test_only_the_owner_can_reach_the_socket(tmp_path: Path) -> None:
@@ -394,7 +447,7 @@ async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path:
             nursery.start_soon(trio.serve_listeners, answer, [trio.SocketListener(listener)])
             with pytest.raises(NotRunning, match="closed before the answer"):
                 await request_status(home_of(path))
-            with pytest.raises(EngineFailed, match="answered stop_request"):
+            with pytest.raises(EngineFailed, match="answered stop_request to a status_request"):
                 await request_status(home_of(path))
             nursery.cancel_scope.cancel()
 
