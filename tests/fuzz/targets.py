@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import socket
 import struct
 import tempfile
@@ -36,12 +37,18 @@ from kvasir_node.model.model_manifest import manifest_of
 from kvasir_node.native_library import load
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto import codec, dispatch
+from kvasir_proto.capability import seal_record
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader, WireType
+from kvasir_proto.effects import Now, Send
 from kvasir_proto.errors import KvasirError, ModelUnusable, RemoteProtocolError
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
+from kvasir_proto.instants import Instant, WallTime, seconds
 from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.messages.core import CORE
+from kvasir_proto.messages.election import Knowledge
+from kvasir_proto.node_core import LAN, NodeCore
 from kvasir_proto.program import decode_program
 from kvasir_proto.signing import open_signed, sign_message
 from kvasir_proto.term_proof import (
@@ -69,6 +76,7 @@ from tests.node.toy_experts import (
     toy_manifest,
 )
 from tests.proto.declared import FAMILIES, example_of
+from tests.proto.small_swarm import MODEL, WALL, capability, found, key_of
 from tests.proto.test_program import MERGED
 
 PROGRAMS: Final = (SWIGLU, ALL_OPERATIONS, MERGED)
@@ -333,6 +341,69 @@ def signed_seeds() -> Iterable[bytes]:
     engine = EngineKey.generate()
     binding = bind_engine(_FOUNDER_KEY, _SWARM, engine.public_der, "worker", 1)
     yield b"\2" + engine.certificate(binding).public_bytes(Encoding.DER)
+
+
+# --- the swarm core -----------------------------------------------------------------------------------------
+
+
+def run_node_core(data: bytes) -> None:
+    """What three nodes and gossip say to a founder's core: it answers within bounds and always goes on."""
+    script = _Script(data)
+    swarm = found(_FOUNDER_KEY)
+    senders = [node_id_of(key_of(number).public_key().public_bytes_raw()) for number in (2, 3, 4)]
+    now = Now(Instant(seconds(1000)), WallTime(WALL))
+    core = NodeCore(
+        private_key=_FOUNDER_KEY,
+        swarm=swarm,
+        capability=capability(node_id_of(_FOUNDER)),
+        model=MODEL,
+        options=LAN,
+        stored={},
+        entropy=random.Random(0),
+        now=now,
+    )
+    for _ in range(8):
+        choice, size = script.byte(), script.byte() << 8 | script.byte()
+        body, sender = script.take(size), senders[choice % 3]
+        now = Now(Instant(now.instant + 10_000_000 * (choice >> 4) ** 3), now.wall)
+        try:
+            if choice & 12 == 4:
+                core.receive_published("records", body, sender, now)
+            elif choice & 12 == 8:
+                core.receive_published("terms", body, sender, now)
+            elif choice & 12 == 12:
+                core.receive_record(body, now)
+            else:
+                core.receive(codec.decode(body, CORE), sender, now)
+        except RemoteProtocolError as error:
+            require_sentence(error)
+        deadline = core.next_deadline()
+        if deadline is not None and deadline <= now.instant:
+            core.tick(now)
+        effects = core.drain()
+        require(len(effects) < 512, f"{len(effects)} effects of one message")
+        for effect in effects:
+            if isinstance(effect, Send):
+                codec.encode(effect.message)
+    view = core.view()
+    require(
+        view.fence is None or view.fence.backbone == core.node_id, "somebody became backbone without votes"
+    )
+
+
+def node_core_seeds() -> Iterable[bytes]:
+    """One message of every kind by somebody, alone and after some time; what is signed, by gossip."""
+    swarm = found(_FOUNDER_KEY)
+    for member in CORE.members:
+        body = codec.encode(example_of(member))
+        yield bytes([0, len(body) >> 8, len(body) & 255]) + body
+        yield bytes([0xF1, 0, 0, 1, len(body) >> 8, len(body) & 255]) + body
+    stranger = key_of(2)
+    record = capability(node_id_of(stranger.public_key().public_bytes_raw()), sequence=WALL, expires=WALL)
+    body = seal_record(stranger, swarm.digest, record)
+    yield bytes([4, len(body) >> 8, len(body) & 255]) + body
+    announcement = codec.encode(Knowledge((), b"", (), ()))
+    yield bytes([8, len(announcement) >> 8, len(announcement) & 255]) + announcement
 
 
 # --- the data plane -----------------------------------------------------------------------------------------
@@ -843,6 +914,7 @@ TARGETS: Final = {
         Target("codec", run_codec, codec_seeds, document_offset=1),
         Target("framing", run_framing, framing_seeds, 1024),
         Target("signed", run_signed, signed_seeds, document_offset=1),
+        Target("node-core", run_node_core, node_core_seeds, 2048),
         Target("program", run_program, program_seeds, 2048, document_offset=0),
         Target("dispatch-header", run_dispatch_header, dispatch_header_seeds, 128),
         Target("worker-connection", run_worker_connection, stream_seeds, 1024),
