@@ -91,6 +91,11 @@ class Home:
         return SwarmFiles(self.locations.state)
 
     @property
+    def bootstrap(self) -> tuple[str, ...]:
+        """Addresses of members to enter by: those configured, then those that `init --join` was given."""
+        return tuple(dict.fromkeys((*self.configuration.swarm_bootstrap, *self.swarm_files.load_bootstrap())))
+
+    @property
     def models(self) -> ModelStore:
         """The models of this home."""
         return ModelStore(self.locations.models)
@@ -272,7 +277,7 @@ class Node:
         files = home.swarm_files
         files.check_undamaged()
         check_bootstrap(
-            configuration.swarm_bootstrap,
+            home.bootstrap,
             home.identity.node_id,
             has_swarm=files.load_swarm() is not None,
             has_invite=files.load_invite() is not None,
@@ -289,7 +294,7 @@ class Node:
             ),
             start_engine=lambda digest: _EngineStarter(home, digest),
             next_generation=files.next_generation,
-            settings=_node_settings(configuration),
+            settings=_node_settings(configuration, home.bootstrap),
             entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,
             wall_time=wall_time,
@@ -332,14 +337,14 @@ async def _end_late_process() -> None:
     os._exit(1)
 
 
-def _node_settings(configuration: Configuration) -> NodeSettings:
+def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> NodeSettings:
     placement = replace(
         LAN.placement,
         workers_min=max(1, configuration.swarm_workers_min),
         holders=configuration.swarm_holders or LAN.placement.holders,
     )
     return NodeSettings(
-        bootstrap=configuration.swarm_bootstrap,
+        bootstrap=bootstrap,
         core=replace(LAN, placement=placement),
         ranks=configuration.node_ranks,
         nominees=tuple(NodeId(each) for each in configuration.swarm_electors),
@@ -385,7 +390,7 @@ class _NetworkStarter:
             accept={"records": lambda data: is_record(data, founded), "terms": is_announcement},
             judge=judge,
             options=NetworkOptions(
-                told=(*(invite.addresses if invite else ()), *configuration.swarm_bootstrap),
+                told=(*(invite.addresses if invite else ()), *self.home.bootstrap),
                 members_file=self.home.locations.state / "members.json",
                 lan=configuration.swarm_lan,
             ),

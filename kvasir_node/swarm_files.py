@@ -1,4 +1,4 @@
-"""What a node remembers of its swarm on disk: manifest, invite, recovery key, and what its core persisted.
+"""What a node remembers of its swarm on disk: manifest, ways into it, recovery key, what its core persisted.
 
 Every file appears whole or not at all and survives a power cut once written: a vote or a fence that could be
 forgotten is worth nothing. Files that hold keys or secrets can be read by this user only. What is written
@@ -8,6 +8,7 @@ before is kept then. What a slot holds is its core's affair; nothing here decide
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
@@ -20,8 +21,8 @@ from kvasir_proto.effects import Slot
 from kvasir_proto.election.elector import STORED_PROMISES
 from kvasir_proto.election.knowledge import STORED_ELECTORATES, STORED_FENCE
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
-from kvasir_proto.ids import ModelDigest
-from kvasir_proto.limits import INT63_MAX
+from kvasir_proto.ids import ModelDigest, is_node_id
+from kvasir_proto.limits import ADDRESSES_MAX, INT63_MAX
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.membership import RESERVED_INCARNATIONS
 from kvasir_proto.placement.plan import PLAN
@@ -41,6 +42,7 @@ REFERENCE_CLASS: Final = "ggml-activations"
 
 _MANIFEST: Final = "swarm-manifest"
 _INVITE: Final = "invite"
+_BOOTSTRAP: Final = "bootstrap"
 _RECOVERY_KEY: Final = "recovery-key"
 _GENERATION: Final = "engine-generation"
 _OF_EARLIER_BUILDS: Final = "term-proof"
@@ -85,6 +87,7 @@ class SwarmFiles:
         self._load_generation()
         self.load_swarm()
         self.load_invite()
+        self.load_bootstrap()
         for slot, data in self.load_slots().items():
             try:
                 decode(data, _KEPT_IN[slot])
@@ -181,6 +184,25 @@ class SwarmFiles:
                 "use another --home"
             )
         self._write(_INVITE, "".join(text.split()).encode("ascii"))
+
+    def load_bootstrap(self) -> tuple[str, ...]:
+        """Addresses of members that this home was told to enter by, the newest first.
+
+        Raises `ConfigurationInvalid` when the file is damaged.
+        """
+        if not self._exists(_BOOTSTRAP):
+            return ()
+        addresses = tuple(self._read(_BOOTSTRAP).decode("utf-8", "replace").split())
+        if len(addresses) > ADDRESSES_MAX or not all(
+            is_node_id(each.rpartition("/p2p/")[2]) for each in addresses
+        ):
+            raise ConfigurationInvalid(f"{self._directory / _BOOTSTRAP} is damaged: it has no addresses")
+        return addresses
+
+    def save_bootstrap(self, addresses: Iterable[str]) -> None:
+        """Keep these members' addresses, and of those given before as many as there is room for."""
+        kept = list(dict.fromkeys((*addresses, *self.load_bootstrap())))[:ADDRESSES_MAX]
+        self._write(_BOOTSTRAP, "".join(f"{each}\n" for each in kept).encode())
 
     def load_slots(self) -> dict[Slot, bytes]:
         """What the core persisted, by slot. Raises `ConfigurationInvalid` for a file that cannot be read."""

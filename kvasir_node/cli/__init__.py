@@ -23,9 +23,12 @@ from kvasir_proto.limits import as_sentence
 
 _COMMANDS: Final = {
     "demo": ("demo", "Run a real swarm on this machine and compare its text with a single process."),
-    "init": ("init", "Make this home's identity, and found a swarm with --found."),
+    "init": ("init", "Make this home's identity; found a swarm with --found, enter one with --join."),
     "run": ("run", "Run the daemon in the foreground."),
     "status": ("status", "Show what the daemon and its swarm are doing."),
+    "peers": ("peers", "List the members and the way to each."),
+    "ping": ("ping", "Measure the round trip to a member, or to all."),
+    "invite": ("invite", "Let one more node into the swarm."),
     "generate": ("generate", "Generate text on the running swarm."),
     "models": ("models", "The models of this home."),
     "measure": ("measure", "Measure how far a swarm is from a single process."),

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvasir_node.cli.entrance import entrance_of, join_option, remember_entrance
 from kvasir_node.cli.output import json_option, note, print_json, progress_on_stderr
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.status import rows_in_words
+from kvasir_proto.admission import parse_invite
 from kvasir_proto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ def _mode_of(directory: Path) -> int | None:
 
 
 @click.command()
-@click.option("--found", is_flag=True, help="Found a swarm: this node becomes its backbone.")
+@click.option("--found", is_flag=True, help="Found a swarm: this node becomes its first backbone.")
+@join_option
 @click.option(
     "--model",
     type=NonEmptyText(),
@@ -58,6 +61,7 @@ def _mode_of(directory: Path) -> int | None:
 def init(
     session: CommandSession,
     found: bool,
+    join: str | None,
     model: str | None,
     compact_activations: bool,
     partial_sums: bool,
@@ -65,14 +69,11 @@ def init(
     electorate: ElectorateRule | None,
     as_json: bool,
 ) -> None:
-    """Make this home's identity, and found a swarm with --found.
+    """Make this home's identity; found a swarm with --found, or enter one with --join.
 
-    Can be called again, and keeps the identity that exists. With --found it cannot where this home founded or
-    joined a swarm already: that ends with exit status 6.
+    Can be called again, and keeps the identity that exists. A home stays in its swarm: --found, and --join
+    with another swarm's invite, end with exit status 6 where this home founded or entered a swarm already.
     """
-    from kvasir_node import app
-    from kvasir_node.backbone.trial import try_backbone_file
-
     if model is not None and not found:
         raise UsageError("--model is the model of a swarm to found: add --found")
     rules = {
@@ -84,7 +85,16 @@ def init(
     for flag, is_set in rules.items():
         if is_set and not found:
             raise UsageError(f"{flag} is a rule of a swarm to found: add --found")
-    configuration = session.configure(model=model)
+    if found and join is not None:
+        raise UsageError("--found makes a swarm, --join enters one: give either")
+    entrance = entrance_of(join)
+    configuration = session.configure(
+        model=model, swarm_bootstrap=[entrance.address] if entrance.address else None
+    )
+    # libp2p takes half a second to import: only now, when it is sure that the arguments are good.
+    from kvasir_node import app
+    from kvasir_node.backbone.trial import try_backbone_file
+
     mode_before = _mode_of(session.locations.data)
     home = app.open_home(session.locations, configuration)
     mode = _mode_of(session.locations.data)
@@ -116,6 +126,9 @@ def init(
             "partial_sums": partial_sums,
             "recovery_key_file": str(home.swarm_files.recovery_key_file),
         }
+    if join is not None:
+        remember_entrance(home.swarm_files, entrance)
+        document["joins"] = parse_invite(entrance.invite).swarm.hex() if entrance.invite else None
     if as_json:
         print_json(document)
         return
@@ -126,7 +139,13 @@ def init(
         click.echo(f"model     {document['model']}  {str(document['model_digest'])[:12]}")
         click.echo(f"rows      {rows_in_words(compact_activations, partial_sums)}")
         click.echo(f"\nMove the recovery key off this node and keep it safe: {document['recovery_key_file']}")
+    elif join is not None:
+        if entrance.invite:
+            click.echo(f"swarm     {document['joins']}")
+        click.echo("\nEnter the swarm with: kvasir-node run")
     elif home.swarm_files.is_founder(home.identity.private_key):
         click.echo("\nThis node founded a swarm. Start it with: kvasir-node run")
+    elif home.swarm_files.load_swarm() is not None:
+        click.echo("\nThis node belongs to a swarm. Start it with: kvasir-node run")
     else:
-        click.echo("\nJoin a swarm with: kvasir-node run --bootstrap ADDRESS")
+        click.echo("\nEnter a swarm with: kvasir-node init --join INVITE, or --join ADDRESS")

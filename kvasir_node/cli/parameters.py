@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+import re
+from typing import Any, Final
 
 import click
+
+from kvasir_proto.instants import Duration, seconds
+from kvasir_proto.limits import RANKS, Rank
+
+_SECONDS_IN: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class NumberRange(click.FloatRange):
@@ -18,6 +24,34 @@ class NumberRange(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value} is not a number.", param, ctx)
         return number
+
+
+class DurationText(click.ParamType):
+    """How long, as a whole number and a unit: `90s`, `30m`, `1h`, `7d`; a `Duration`."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Duration:
+        """The duration, or a usage error."""
+        match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", str(value), re.ASCII)
+        if match is None:
+            self.fail(f"{value} is not a time such as 90s, 30m, 1h or 7d.", param, ctx)
+        return seconds(int(match[1]) * _SECONDS_IN[match[2]])
+
+
+class RankList(click.ParamType):
+    """Ranks separated by commas, each once."""
+
+    name = "ranks"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Rank, ...]:
+        """The ranks in the order of `RANKS`, or a usage error."""
+        parts = [part.strip() for part in str(value).split(",")]
+        if not set(parts) <= set(RANKS) or len(set(parts)) != len(parts):
+            self.fail(f"{value} is not a list of {', '.join(RANKS)}, each at most once.", param, ctx)
+        return tuple(rank for rank in RANKS if rank in parts)
 
 
 class NonEmptyPath(click.Path):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import click
 
+from kvasir_node.cli.entrance import entrance_of, join_option, remember_entrance
 from kvasir_node.cli.output import note
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 
 
 @click.command()
-@click.option("--bootstrap", multiple=True, help="Address of a member to join through; may be repeated.")
+@join_option
+@click.option("--bootstrap", multiple=True, help="Address of a member to ask too; may be repeated.")
 @click.option("--listen-host", help="IP address at which other nodes reach this one.")
 @click.option("--listen-port", type=int, help="TCP port for other nodes; 0 takes a free one.")
 @click.option("--data-port", type=int, help="TCP port for activations; 0 takes a free one.")
-@click.option("--workers-min", type=int, help="Workers to wait for before the first plan (backbone only).")
-@click.option("--holders", type=int, help="Workers that hold each expert (backbone only).")
+@click.option("--workers-min", type=int, help="Workers to wait for before the first plan, as backbone.")
+@click.option("--holders", type=int, help="Workers that hold each expert, as backbone.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
-@click.option("--device", help="A GPU for all but the routed experts: its name, or auto (backbone only).")
+@click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")
 @click.option(
     "--model",
     type=NonEmptyText(),
@@ -31,6 +33,7 @@ from kvasir_node.cli.session import CommandSession
 @click.pass_obj
 def run(
     session: CommandSession,
+    join: str | None,
     bootstrap: tuple[str, ...],
     listen_host: str | None,
     listen_port: int | None,
@@ -44,8 +47,12 @@ def run(
 ) -> None:
     """Run the daemon in the foreground until SIGTERM, SIGHUP or Ctrl-C; a second SIGTERM or Ctrl-C: at once.
 
-    In a home where a swarm was founded the node is its backbone; elsewhere it joins as a worker.
+    The node takes part in the swarm that this home founded or entered before, or enters one with --join. The
+    swarm elects its backbone; every node holds what the backbone's plan gives it.
     """
+    entrance = entrance_of(join)
+    if entrance.address:
+        bootstrap = (entrance.address, *bootstrap)
     configuration = session.configure(
         is_daemon=True,
         swarm_bootstrap=list(bootstrap) or None,
@@ -64,6 +71,7 @@ def run(
     from kvasir_node import app
 
     home = app.open_home(session.locations, configuration)
+    remember_entrance(home.swarm_files, entrance)
 
     def say_where(addresses: tuple[str, ...]) -> None:
         note("kvasir-node is running; others join through:")
