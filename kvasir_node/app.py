@@ -22,13 +22,12 @@ from typing import Any, Final
 
 import trio
 
-from kvasir_node import __version__
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
-from kvasir_node.driver.status_report import status_document
+from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
@@ -41,10 +40,17 @@ from kvasir_node.ports import Claim, EnginePort
 from kvasir_node.supervisor import start_engine
 from kvasir_node.swarm_files import KnownSwarm, SwarmFiles
 from kvasir_node.telemetry import bind_process, get_logger
-from kvasir_proto.errors import ModelUnusable, NotReady
+from kvasir_proto.admission import IssueInvite, format_invite
+from kvasir_proto.errors import (
+    LocalProtocolError,
+    ModelUnusable,
+    NotReady,
+    RemoteProtocolError,
+    TransportUnavailable,
+)
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import NodeId, SwarmDigest
-from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.instants import Duration, Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
@@ -52,6 +58,10 @@ from kvasir_proto.messages.local import (
     EvaluateRequest,
     GenerateEnd,
     GenerateRequest,
+    InviteReply,
+    InviteRequest,
+    PingReply,
+    PingRequest,
     TokenEvent,
 )
 from kvasir_proto.node_core import LAN
@@ -59,8 +69,8 @@ from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
 
 log = get_logger()
 
-STATUS_SCHEMA_VERSION: Final = 1
 DEMO_MODEL: Final = Path(__file__).with_name("data") / "demo-q8_0.gguf"
+INVITE_ADDRESSES_MAX: Final = 8
 HEALTH_INTERVAL_S: Final = 12.0
 """Connections are probed this seldom, because membership probes the members themselves."""
 STOP_TIMEOUT_S: Final = 25.0
@@ -173,19 +183,17 @@ class Node:
         state, reason = self._duty.state() if self._duty is not None else ("starting", "opening the network")
         if self._stopping.is_set():
             state, reason = "stopping", ""
-        return json.dumps(
-            await status_document(
-                state=state,
-                reason=reason,
-                version=__version__,
-                node_id=self._home.identity.node_id,
-                pid=os.getpid(),
-                uptime_s=round((now() - self._started) / 1e9, 1),
-                addresses=self._addresses,
-                now=now(),
-                duty=self._duty,
-            )
+        sources = StatusSources(
+            node_id=self._home.identity.node_id,
+            state=state,
+            reason=reason,
+            started=self._started,
+            pid=os.getpid(),
+            addresses=self._addresses,
         )
+        if self._duty is not None:
+            sources = await self._duty.sources(sources)
+        return json.dumps(status_document(sources, now()))
 
     async def generate(
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
@@ -202,6 +210,34 @@ class Node:
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Write the live swarm's logits for these tokens. Raises `NotReady` on a node without the lease."""
         return await self._running_duty().backbone.evaluate(request)
+
+    async def ping(self, request: PingRequest) -> PingReply:
+        """One round trip to a member on a control stream."""
+        timeout_s = request.timeout_ms / 1000
+        try:
+            with trio.fail_after(timeout_s):
+                return PingReply(await self._running_duty().ping(request.node_id))
+        except trio.TooSlowError:
+            raise TransportUnavailable(f"no answer within {timeout_s:g} s") from None
+        except RemoteProtocolError as error:
+            raise TransportUnavailable(f"it answers with a refusal: {error.reason}") from error
+
+    async def issue_invite(self, request: InviteRequest) -> InviteReply:
+        """An invite by this node. Raises `NotReady`, also where it is neither elector nor founder."""
+        duty = self._running_duty()
+        try:
+            invite = await duty.issue_invite(
+                IssueInvite(
+                    secret=secrets.token_bytes(16),
+                    electorate_digest=duty.electorate_digest(),
+                    ranks=request.ranks,
+                    addresses=self._addresses[:INVITE_ADDRESSES_MAX],
+                    lifetime=Duration(request.lifetime_ns),
+                )
+            )
+        except LocalProtocolError as error:
+            raise NotReady(error.reason) from error
+        return InviteReply(format_invite(invite))
 
     def _running_duty(self) -> NodeDuty:
         if self._duty is None:

@@ -54,7 +54,7 @@ def _mode_of(directory: Path) -> int | None:
 @click.option(
     "--electorate",
     type=click.Choice(("pinned", "open")),
-    help="For the swarm to found: electors are those you name, or others too. Default: pinned.",
+    help="For the swarm to found: electors are those you name, or others too. Default: open.",
 )
 @json_option
 @click.pass_obj

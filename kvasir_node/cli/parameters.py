@@ -26,7 +26,7 @@ class NumberRange(click.FloatRange):
         return number
 
 
-class DurationText(click.ParamType):
+class DurationText(click.ParamType[Duration]):
     """How long, as a whole number and a unit: `90s`, `30m`, `1h`, `7d`; a `Duration`."""
 
     name = "duration"
@@ -39,7 +39,7 @@ class DurationText(click.ParamType):
         return seconds(int(match[1]) * _SECONDS_IN[match[2]])
 
 
-class RankList(click.ParamType):
+class RankList(click.ParamType[tuple[Rank, ...]]):
     """Ranks separated by commas, each once."""
 
     name = "ranks"

@@ -8,8 +8,9 @@ swarm is decided in the core; what an engine does is the duties' affair.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,6 +24,7 @@ from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.last_error import LastError
+from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EngineStarter, Host, NetworkStarter, SwarmNetwork
@@ -447,17 +449,28 @@ class NodeDuty:
             return self._holder.state()
         return view.state, view.reason
 
-    def sources(self) -> Mapping[str, Any]:
-        """What a status document is made of; see `status_report`."""
-        return {
-            "known": self._known,
-            "model": self._model.stored if self._model else None,
-            "view": self._core.view() if self._core else None,
-            "record_of": self._core.record_of if self._core else None,
-            "holder": self._holder.report() if self._holder else None,
-            "backbone": self._backbone.report() if self._backbone else None,
-            "last_error": self._last_error.report(),
-        }
+    async def sources(self, known: StatusSources) -> StatusSources:
+        """What a status document is made of: what the daemon knows, and all that this duty does."""
+        core = self._core
+        known = replace(
+            known,
+            swarm=self._known.swarm if self._known is not None else None,
+            model=self._model.stored if self._model is not None else None,
+            last_error=self._last_error.report(),
+        )
+        if core is None or self._holder is None or self._backbone is None:
+            return known
+        view = core.view()
+        is_backbone = view.fence is not None and view.fence.backbone == self._host.node_id
+        return replace(
+            known,
+            view=view,
+            proof=core.proof,
+            record_of=core.record_of,
+            holder=self._holder.report(),
+            backbone=self._backbone.report(),
+            statistics=await _statistics_of(self._backbone if is_backbone else self._holder),
+        )
 
     async def leave(self) -> None:
         """Leave the swarm in good order: stop sampling, give the lease back, say goodbye; in bounded time."""
@@ -474,6 +487,16 @@ class NodeDuty:
             await core.flush()
             if self._network is not None:
                 await self._network.flush()
+
+
+async def _statistics_of(duty: HolderDuty | BackboneDuty) -> Mapping[str, Any] | None:
+    """The counters of a duty's engine; None where it has none or does not answer."""
+    try:
+        statistics: dict[str, Any] = json.loads(await duty.engine_statistics())
+    except (KvasirError, ValueError) as error:
+        log.debug("engine_statistics_unavailable", reason=str(error))
+        return None
+    return statistics
 
 
 def check_bootstrap(addresses: tuple[str, ...], node_id: NodeId, has_swarm: bool, has_invite: bool) -> None:

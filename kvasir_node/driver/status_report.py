@@ -43,11 +43,11 @@ class StatusSources:
     """What a status document is made of; everything but the first four may be unknown yet.
 
     `started` and the `now` of `status_document` are of one clock; `proof` is that of the view's fence.
-    `holder` and `backbone` are what the duties report: both may name an `engine` and a `last_error` with its
-    two companions; the holder what it holds (`shards`, `n_experts_held`) and its `data_address`; the backbone
-    its `sessions`, `rows_retried_total` and `holders`, one a connection: `node_id`, `state`, `reason`,
-    `shard_bytes`. `statistics` are the counters of the engine that `engine` in the document names, None
-    without an answer.
+    `holder` and `backbone` are what the duties report. Both may name an `engine`, and a `last_error` with its
+    two companions; the holder its `shards`, `n_experts_held`, `shard_memory_bytes` and `data_address`; the
+    backbone its `sessions`, `rows_retried_total`, as `own` the `n_experts` and `shard_bytes` that it serves
+    itself, and `holders`, one a connection: `node_id`, `state`, `reason`, `shard_bytes`. `statistics` are the
+    counters of the engine that `engine` in the document names, None without an answer.
     """
 
     node_id: NodeId
@@ -97,8 +97,7 @@ def status_document(sources: StatusSources, now: Instant) -> dict[str, Any]:
         **_self_part(sources, own_record),
         "clock_offset_s": _seconds(view.clock_offset) if view is not None else None,
         "plan": _plan_part(sources),
-        "shards": sources.holder.get("shards", []),
-        "n_experts_held": sources.holder.get("n_experts_held", 0),
+        **_held_part(sources),
         "members": [
             _member_part(sources, plan, member, now) for member in (view.members if view is not None else ())
         ],
@@ -155,6 +154,24 @@ def _self_part(sources: StatusSources, record: CapabilityRecord | None) -> dict[
         "certificate": _certificate(sources.swarm, record),
         "memory_bytes": record.memory_bytes if record is not None else 0,
         "ranks": _ranks(sources, sources.node_id),
+    }
+
+
+def _held_part(sources: StatusSources) -> dict[str, Any]:
+    """What this node holds: in its holder's engine, or as backbone in the backbone's."""
+    own = sources.backbone.get("own", {})
+    if own.get("n_experts"):
+        plan = sources.view.plan if sources.view is not None else None
+        shard = plan.shard_of(sources.node_id) if plan is not None else ShardSet()
+        return {
+            "shards": [list(each) for each in shard.ranges],
+            "n_experts_held": own["n_experts"],
+            "shard_memory_bytes": own["shard_bytes"],
+        }
+    return {
+        "shards": sources.holder.get("shards", []),
+        "n_experts_held": sources.holder.get("n_experts_held", 0),
+        "shard_memory_bytes": sources.holder.get("shard_memory_bytes", 0),
     }
 
 

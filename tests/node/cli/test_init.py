@@ -49,11 +49,11 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
     assert stat.S_IMODE(recovery_key.stat().st_mode) == 0o600
     again = call("init", "--found", "--model", str(model), home=home)
     assert again.status == 6
-    assert "founded here already" in again.sentence
+    assert "belongs to swarm" in again.sentence
     later = call("init", home=home)
     assert later.status == 0
     assert "This node founded a swarm" in later.out
-    assert "Join" not in later.out
+    assert "--join" not in later.out
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_swarm_is_founded_once(tmp_path: Path) -> None:
         ("--compact-activations",),
         ("--partial-sums",),
         ("--admission", "invite"),
-        ("--electorate", "open"),
+        ("--electorate", "pinned"),
     ],
 )
 def test_what_a_swarm_is_founded_with_is_in_its_manifest(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -85,7 +85,7 @@ def test_a_home_that_joined_a_swarm_founds_none(tmp_path: Path) -> None:
     founder, worker = tmp_path / "founder", tmp_path / "worker"
     call("init", "--found", "--model", str(model), home=founder)
     call("init", home=worker)
-    SwarmFiles(worker / "state").save_joined((founder / "state" / "swarm-manifest").read_bytes())
+    SwarmFiles(worker / "state").save_swarm((founder / "state" / "swarm-manifest").read_bytes())
     outcome = call("init", "--found", "--model", str(model), home=worker)
     assert outcome.status == 6
     assert "belongs to swarm" in outcome.sentence
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_used_exits_7_with_a_sentence(
     assert outcome.status == 7
     assert outcome.out == ""
     assert len(outcome.sentence) > 20
-    assert not SwarmFiles(tmp_path / "home" / "state").is_founder
+    assert SwarmFiles(tmp_path / "home" / "state").load_swarm() is None
 
 
 def test_a_name_that_is_not_in_the_store_exits_7(tmp_path: Path) -> None:

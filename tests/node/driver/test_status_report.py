@@ -243,7 +243,10 @@ def test_a_plan_with_a_holder_that_has_gone_names_what_is_missing() -> None:
 def test_what_only_the_backbone_serves_is_counted_and_explained() -> None:
     layers = tuple(LayerPlan(layer, (ExpertRange(0, N_EXPERT, (0,)),)) for layer in range(N_LAYER))
     plan = plan_of_equals(nodes=(OWN,), layers=layers, degraded="no other node adds in F32")
-    made = document(served(plan, OWN, fence=ProvenTerm(0, 3, OWN)))
+    own = {"n_experts": 32, "shard_bytes": 4096}
+    made = document(served(plan, OWN, fence=ProvenTerm(0, 3, OWN)), backbone={"own": own})
+    assert (made["n_experts_held"], made["shard_memory_bytes"]) == (32, 4096)
+    assert made["shards"] == [[layer, 0, N_EXPERT] for layer in range(N_LAYER)]
     assert made["plan"]["coverage"]["by_backbone"] == N_LAYER * N_EXPERT
     assert made["plan"]["degraded"] == "no other node adds in F32"
     assert made["ranks"] == ["backbone", "output", "bulk"]
