@@ -26,7 +26,7 @@ _COMMANDS: Final = {
     "init": ("init", "Make this home's identity; found a swarm with --found, enter one with --join."),
     "run": ("run", "Run the daemon in the foreground."),
     "status": ("status", "Show what the daemon and its swarm are doing."),
-    "peers": ("peers", "List the members and the way to each."),
+    "peers": ("members", "List the members and the way to each."),
     "ping": ("ping", "Measure the round trip to a member, or to all."),
     "invite": ("invite", "Let one more node into the swarm."),
     "generate": ("generate", "Generate text on the running swarm."),
@@ -56,7 +56,7 @@ class _LazyGroup(click.Group):
             return None
         module_name, _ = _COMMANDS[cmd_name]
         module = importlib.import_module(f"kvasir_node.cli.{module_name}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, module_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

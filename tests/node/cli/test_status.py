@@ -255,10 +255,10 @@ def test_check_and_watch_exclude_each_other(tmp_path: Path) -> None:
     assert call("status", "--check", "--watch", home=tmp_path).status == 2
 
 
-# --- peers --------------------------------------------------------------------------------------------------
+# --- `peers` --------------------------------------------------------------------------------------------------
 
 
-def test_peers_is_one_line_a_member_with_path_round_trip_and_addresses(tmp_path: Path) -> None:
+def test_members_are_listed_a_line_with_path_round_trip_and_addresses(tmp_path: Path) -> None:
     with twin_daemon(tmp_path, backbone()):
         outcome = call("peers", home=tmp_path)
         members = call("peers", "--json", home=tmp_path).document["members"]

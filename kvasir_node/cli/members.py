@@ -1,4 +1,4 @@
-"""`peers`: every member on one line, with the way to it."""
+"""The command `peers`: every member on one line, with the way to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvasir_node.control import request_status
 _KEYS: Final = ("node_id", "state", "condition", "reason", "path", "rtt_ms", "last_seen_s", "addresses")
 
 
-@click.command()
+@click.command("peers")
 @json_option
 @click.pass_obj
-def peers(session: CommandSession, as_json: bool) -> None:
+def members(session: CommandSession, as_json: bool) -> None:
     """List the members that this node knows: id, state, path, round trip, addresses.
 
     The path is direct when the member answers this node itself, indirect when only others reach it.
