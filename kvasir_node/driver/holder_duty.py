@@ -138,7 +138,6 @@ class HolderDuty:
         self._listening: Listening | None = None
         self._fenced: tuple[EnginePort, int, int] | None = None
         """The fence that was told last, and to which engine."""
-        self._fence_lock = trio.Lock()
         self._load_lock = trio.Lock()
         self._down_since = now()
         self._last_error = LastError(wall_time)
@@ -338,13 +337,12 @@ class HolderDuty:
         return as_sentence("the worker engine is starting" + (f": {reason}" if reason else ""))
 
     async def _run_engine(self) -> NoReturn:
-        """One engine's life: started, listening, fenced, until it ends."""
+        """One engine's life: started, listening, told of each term, until it ends."""
         async with open_unwrapping_nursery() as nursery:
             engine = await self._start_engine(nursery, "worker", self._next_generation())
             try:
                 listen = Listen(self._settings.data_host, self._settings.data_port)
                 self._listening = await engine.exchange(listen, Listening, ENGINE_TIMEOUT_S)
-                await self._set_fence(engine)
                 self._engine = engine
                 self._note_change()
                 nursery.start_soon(self._keep_fenced, engine)
@@ -362,12 +360,14 @@ class HolderDuty:
                 nursery.cancel_scope.cancel()
 
     async def _set_fence(self, engine: EnginePort) -> None:
-        """Tell this engine the term that is followed, if it has not heard of it yet."""
-        async with self._fence_lock:
-            wanted = (engine, *self._fence)
-            if self._term is not None and self._fenced != wanted:
-                await engine.send(SetFence(self._term.epoch, self._term.term))
-                self._fenced = wanted
+        """Tell this engine the term that is followed, if it has not heard of it yet.
+
+        Of two that do so at once both may say it: whoever returns from here knows that it was said.
+        """
+        wanted = (engine, *self._fence)
+        if self._term is not None and self._fenced != wanted:
+            await engine.send(SetFence(self._term.epoch, self._term.term))
+            self._fenced = wanted
 
     async def _keep_fenced(self, engine: EnginePort) -> None:
         with contextlib.suppress(EngineFailed):  # whoever reads what it says notices its end
@@ -402,14 +402,13 @@ class HolderDuty:
         waited = between(self._down_since, self._now())
         if waited < ENGINE_PATIENCE:
             return in_seconds(Duration(ENGINE_PATIENCE - waited))
-        if not assignment.is_own:
-            self._refuse(ShardRefused(*assignment.version, "engine_starting", self._why_no_engine()))
+        self._refuse(ShardRefused(*assignment.version, "engine_starting", self._why_no_engine()))
         return math.inf
 
     async def _load(self, engine: EnginePort, assignment: _Assignment) -> None:
         """Have the engine hold this shard. Its answer counts only while it runs."""
         async with self._load_lock:
-            if engine is not self._engine:
+            if engine.has_ended:
                 return  # it ended while we waited our turn
             await self._set_fence(engine)
             self._held = None
@@ -430,6 +429,6 @@ class HolderDuty:
         log.error("shard_not_loaded", revision=assignment.version[2], reason=str(error))
         if assignment is self._assignment:
             self._failures += 1
-            if not assignment.is_own:
+            if not assignment.is_own:  # the core asks nothing of us then
                 self._refuse(ShardRefused(*assignment.version, error.code, as_sentence(str(error))))
         return retry_delay_s(self._failures, LOAD_DELAY_FIRST_S, LOAD_DELAY_MAX_S)

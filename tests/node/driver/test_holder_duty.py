@@ -214,18 +214,25 @@ async def test_a_plan_is_loaded_under_the_fence_and_then_told(
         assert report["shards"] == [[layer, 0, 8] for layer in range(4)]
 
 
-async def test_a_plan_that_comes_with_its_term_waits_for_the_fence(
+async def test_a_plan_that_comes_with_its_term_is_loaded_under_the_new_fence(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_holder(model, tmp_path) as holder:
-        for number in (2, 3):
-            holder.core.follow(term_of(number))
-            holder.core.hand(holder.plan(*range(10, 10 + number), term=number))
+        engine: Any = holder.engine.engine
+        send, slow = engine.send, [5.0]
+
+        async def send_slowly(message: Any) -> None:
+            if isinstance(message, SetFence) and slow:
+                await trio.sleep(slow.pop())  # whoever tells the engine first may be slow
+            await send(message)
+
+        engine.send = send_slowly
+        holder.core.follow(term_of(2))
+        holder.core.hand(holder.plan(term=2))
         await until(lambda: holder.state == "ready")
         received = holder.engine.received
-        assert received.index(SetFence(0, 3)) < min(
-            index for index, each in enumerate(received) if isinstance(each, LoadShard)
-        )
+        loaded = [isinstance(each, LoadShard) for each in received].index(True)
+        assert received.index(SetFence(0, 2)) < loaded
 
 
 async def test_a_plan_with_the_same_shard_is_answered_at_once(
@@ -347,10 +354,25 @@ async def test_its_own_plan_is_the_backbone_engines_affair(
         await trio.sleep(100.0)
         assert len(holder.core.commands) == 1
         assert holder.loads() == []
-        # Another backbone's plan counts for it again.
-        holder.core.follow(term_of(3))
+        # A plan that is not of its own term counts for it again.
         holder.core.hand(holder.plan(term=3))
         await until(lambda: holder.core.commands[1:] == [ShardLoaded(0, 3, 1, TWIN_MEMORY_BYTES)])
+
+
+async def test_what_it_cannot_give_up_as_backbone_is_tried_again_and_not_told(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_holder(model, tmp_path) as holder:
+        holder.core.hand(holder.plan())
+        await until(lambda: holder.state == "ready")
+        holder.engine.refusals[LoadShard] = EngineFault(None, "engine_failed", "no", 1)
+        holder.core.follow(term_of(2, HOLDER))
+        holder.core.hand(holder.plan(term=2))
+        await until(lambda: len(holder.loads()) == 4)
+        assert [type(each) for each in holder.core.commands] == [ShardLoaded, ShardLost]
+        holder.engine.refusals.clear()
+        await until(lambda: holder.state == "ready")
+        assert len(holder.core.commands) == 2
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -526,23 +548,42 @@ async def test_an_engine_that_dies_while_it_loads_is_refused_and_the_next_one_lo
         assert holder.loads() == [holder.plan().shard_of(node(HOLDER))]
 
 
-async def test_an_answer_that_comes_with_the_engines_end_is_not_believed(
+async def test_an_answer_that_is_heard_after_the_engines_end_is_not_believed(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_holder(model, tmp_path) as holder:
-        first = holder.engine
-        hang(first)
+        first: Any = holder.engine
+        exchange = first.engine.exchange
+
+        async def exchange_late(message: Any, *arguments: Any, **options: Any) -> Any:
+            reply = await exchange(message, *arguments, **options)
+            if isinstance(message, LoadShard):
+                await trio.sleep(10.0)
+            return reply
+
+        first.engine.exchange = exchange_late
         holder.core.hand(holder.plan())
         await until(holder.loads)
-        await holder.finish_load()
         first.die()
         await until(lambda: len(holder.engines.all) == 2 and holder.state == "ready")
-        loaded = ShardLoaded(0, 1, 1, TWIN_MEMORY_BYTES)
-        lost = holder.core.commanded(ShardLost)
-        # Either it was told and then taken back, or it was not told; held is what the second engine loaded.
-        assert holder.core.commands[-1] == loaded
-        assert len(holder.core.commanded(ShardLoaded)) == 1 + len(lost)
-        assert len(holder.loads()) == 1
+        assert len(holder.loads()) == 1, "the second engine holds it"
+        assert holder.core.commands == [ShardLoaded(0, 1, 1, TWIN_MEMORY_BYTES)]
+
+
+async def test_an_engine_that_ends_before_it_was_told_to_load_refuses_nothing(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_holder(model, tmp_path) as holder:
+        mute = holder.engine
+        mute.ignored.add(QueryStatistics)
+        await until(lambda: mute.count(QueryStatistics))
+        holder.core.hand(holder.plan())
+        await trio.sleep(10.0)
+        assert holder.loads() == [], "it is waited for"
+        mute.die()
+        await until(lambda: holder.state == "ready")
+        assert holder.engine is not mute
+        assert holder.core.commands == [ShardLoaded(0, 1, 1, TWIN_MEMORY_BYTES)], "no plan was refused"
 
 
 async def test_a_plan_waits_for_an_engine_that_starts(
@@ -579,9 +620,14 @@ async def test_the_backbone_hears_why_there_is_no_engine(
         holder.generation_error = EngineFailed("no more processes")
         await until(lambda: len(holder.core.commands) == 3)
         assert "no more processes" in holder.core.commands[2].reason, "another reason is news"
+        holder.core.hand(holder.plan_without(2))
+        assert holder.duty.report()["last_error_recovered"] is False, "an empty shard mends no engine"
+        holder.core.hand(holder.plan(revision=3))
         holder.generation_error = None
         await until(lambda: holder.state == "ready")
-        assert holder.core.commands[3:] == [ShardLoaded(0, 1, 1, TWIN_MEMORY_BYTES)]
+        loaded = [ShardLoaded(0, 1, 2, 0), ShardLoaded(0, 1, 3, TWIN_MEMORY_BYTES)]
+        assert holder.core.commanded(ShardLoaded)[-2:] == loaded
+        assert holder.duty.report()["last_error_recovered"] is True
 
 
 async def test_an_engine_that_does_not_answer_any_more_is_killed_and_another_takes_its_place(
@@ -783,6 +829,16 @@ async def test_a_backbone_of_which_the_node_hears_only_now_waits_for_the_disk_an
         assert kinds[-2] == SetFence(0, 2)
         assert isinstance(kinds[-1], ExpectDialler)
         assert len(granted) == 1
+
+
+async def test_a_backbone_that_shows_a_new_term_dials_only_under_its_fence(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_serving(model, tmp_path) as holder:
+        await holder.duty.grant_data(node(BACKBONE), holder.request(proof=holder.proof(2)))
+        received = holder.engine.received
+        expected = [isinstance(each, ExpectDialler) for each in received].index(True)
+        assert received.index(SetFence(0, 2)) < expected
 
 
 async def test_a_backbone_that_is_overtaken_while_it_waits_is_refused(
