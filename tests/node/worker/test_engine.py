@@ -278,6 +278,17 @@ def test_a_new_shard_ends_old_connections_and_serves_new_ones(serving: Worker) -
     assert ask(new, [0]) is ReplyCode.FOREIGN_EXPERT
 
 
+def test_an_empty_shard_frees_what_was_held(serving: Worker) -> None:
+    old = serving.connect()
+    assert serving.statistics()["memory_bytes"] > 0
+    loaded = serving.load()
+    assert (loaded.memory_bytes, loaded.shard_digest) == (0, ShardSet().digest())
+    assert serving.statistics()["memory_bytes"] == 0
+    with pytest.raises(OSError, match=r"."):
+        ask(old, [0])
+    assert ask(serving.connect(), [0]) is not ReplyCode.OK
+
+
 def test_a_fence_that_moves_ends_old_connections_and_old_openings(serving: Worker) -> None:
     old, late = serving.connect(), serving.dial()
     serving.engine.handle(SetFence(0, 1))  # the same once more changes nothing
