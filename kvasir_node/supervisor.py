@@ -114,15 +114,18 @@ async def keep_running(
     run_once: Callable[[], Awaitable[NoReturn]],
     now: Callable[[], Instant],
     note_failure: Callable[[KvasirError], None],
+    *,
+    is_first_raised: bool = True,
 ) -> NoReturn:
     """Call ``run_once`` again and again, with patience, as each engine's life ends in an error of ours.
 
     What makes a first start pointless (another ggml, a port that is taken, a damaged model, a home that
     cannot be written, a full disk, a device that is not there) is raised: the user is there to read it. The
-    same trouble later is waited out like any other.
+    same trouble later is waited out like any other, and so from the start where the user is not
+    (``is_first_raised`` is false).
     """
     failures = 0
-    first = True
+    first = is_first_raised
     while True:
         started = now()
         try:

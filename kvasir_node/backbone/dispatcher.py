@@ -259,7 +259,8 @@ class Dispatcher:
     def add_holder(self, holder: RemoteHolder | LocalHolder, shard: ShardSet, primary: ShardSet) -> None:
         """Offer a holder from the next layer call on; it replaces a former one of the same node.
 
-        ``shard`` is all it can compute; for the part in ``primary`` it is asked before anybody else. Raises
+        ``shard`` is all it can compute; for the part in ``primary`` it is asked before anybody else. A former
+        one is closed, unless it is this very one with other parts. Raises
         `LocalProtocolError` for a shard that is not of this model, or a primary part outside the shard.
         """
         for layer, _, end in shard.ranges:
@@ -274,8 +275,10 @@ class Dispatcher:
             ]
             self._changes = [each for each in self._changes if each not in superseded]
             self._changes.append(_Place(holder, shard, primary))
+        in_use = [place.holder for place in self._places if place is not None]
         for each in superseded:
-            _close(each.holder)
+            if each.holder is not holder and not any(each.holder is other for other in in_use):
+                _close(each.holder)
 
     def remove_holder(self, node_id: NodeId, reason: str) -> None:
         """Take a holder out before the next layer call."""
@@ -377,11 +380,14 @@ class Dispatcher:
         """Wait for the replies that a failed call left behind; none is waited for beyond its deadline.
 
         A worker that cannot get rid of its reply gives up the connection after a while. Returns at once when
-        nothing is outstanding, and when `abort` is called.
+        nothing is outstanding, and when `abort` is called. Then holders come and go as they were told to, so
+        that one which was removed or replaced is closed also where no layer call follows.
         """
         with contextlib.suppress(DecodeAborted):
             while any(place and place.remote and place.remote.outstanding for place in self._places):
                 self._advance()
+            if self._changes:
+                self._apply_changes()
 
     def _apply_changes(self) -> None:
         with self._lock:
@@ -389,7 +395,8 @@ class Dispatcher:
         for change in changes:
             for index, place in enumerate(self._places):
                 if place is not None and place.node_id == change.node_id:
-                    self._drop(index)
+                    stays = isinstance(change, _Place) and change.holder is place.holder
+                    self._drop(index, is_closed=not stays)
             if isinstance(change, _Departure):
                 log.info("holder_removed", node=change.node_id, reason=change.reason)
                 continue
@@ -883,7 +890,7 @@ class Dispatcher:
         if len(pairs):
             self._assign_again(pairs)
 
-    def _drop(self, index: int) -> None:
+    def _drop(self, index: int, *, is_closed: bool = True) -> None:
         place = self._places[index]
         assert place is not None
         self._places[index] = None
@@ -892,7 +899,8 @@ class Dispatcher:
             descriptor = place.holder.fileno()
             self._poll.unregister(descriptor)
             del self._index_of_descriptor[descriptor]
-        _close(place.holder)
+        if is_closed:
+            _close(place.holder)
 
     def _abandon_outstanding(self) -> None:
         """After a failed call: replies still under way belong to nobody."""

@@ -1,8 +1,8 @@
 """The backbone engine: the trunk, its hook and dispatcher, and the sessions that run on them.
 
 Control's messages arrive in the engine's main thread; one decode thread owns the trunk and takes jobs from a
-bounded queue, so llama.cpp is only ever driven from there. Connections to holders are made in short-lived
-threads and handed to the dispatcher when they are open.
+bounded queue, so llama.cpp is only ever driven from there. Connections to holders are made, and experts of
+this node's own loaded, in short-lived threads, and handed to the dispatcher when they are ready to be asked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from kvasir_node.backbone.dispatcher import Dispatcher
+from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
 from kvasir_node.backbone.rpc_experts import RpcExperts
@@ -29,10 +29,13 @@ from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.model.expert_bytes import ExpertSource as ExpertBytes
 from kvasir_node.native_library import load as load_native_library
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import (
+    EngineFailed,
     KvasirError,
     LocalProtocolError,
     NotReady,
@@ -52,8 +55,10 @@ from kvasir_proto.messages.engine import (
     Generate,
     HolderConnected,
     HolderLost,
+    LoadOwnShard,
     LoadTrunk,
     LogitsEvaluated,
+    OwnShardLoaded,
     QueryStatistics,
     RemoveHolder,
     SessionEnded,
@@ -79,6 +84,16 @@ class _Job:
     request: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OwnExperts:
+    """The node's own experts as they were handed to the dispatcher."""
+
+    holder: LocalHolder
+    shard: ShardSet
+    source_path: str
+    memory_bytes: int
+
+
 class BackboneEngine:
     """Handles control's messages for the backbone role. `handle` runs in the engine's main thread."""
 
@@ -91,6 +106,10 @@ class BackboneEngine:
         self._dispatcher: Dispatcher | None = None
         self._trunk: Trunk | None = None
         self._layers_ns = 0
+        self._own: _OwnExperts | None = None
+        self._own_wanted: LoadOwnShard | None = None
+        """The newest request to hold experts; None when none are to be held."""
+        self._own_lock = threading.Lock()
         self._jobs: queue.Queue[_Job | None] = queue.Queue(JOBS_WAITING_MAX)
         self._cancellations: dict[SessionId, threading.Event] = {}
         self._decode_thread = threading.Thread(target=self._run_jobs, name="decode", daemon=True)
@@ -112,9 +131,17 @@ class BackboneEngine:
                     ).start()
                 except RuntimeError as error:  # no memory or no right to another thread
                     self._channel.send(HolderLost(message.node_id, "unreachable", as_sentence(str(error))))
+            case LoadOwnShard():
+                with self._own_lock:
+                    self._own_wanted = message
+                try:
+                    threading.Thread(
+                        target=self._load_own, args=(message,), name="own experts", daemon=True
+                    ).start()
+                except RuntimeError as error:
+                    self._channel.send(fault_of(message.request, EngineFailed(str(error)), "shard_unusable"))
             case RemoveHolder():
-                if self._dispatcher is not None:
-                    self._dispatcher.remove_holder(message.node_id, message.reason)
+                self._remove_holder(message)
             case Generate():
                 self._start_session(message)
             case CancelSession():
@@ -395,6 +422,48 @@ class BackboneEngine:
             return
         self._channel.send(HolderConnected(message.node_id))
 
+    def _remove_holder(self, message: RemoveHolder) -> None:
+        if self._dispatcher is None:
+            return
+        with self._own_lock:
+            if self._own_wanted is not None and self._own_wanted.node_id == message.node_id:
+                self._own = self._own_wanted = None
+            self._dispatcher.remove_holder(message.node_id, message.reason)
+        self._settle_soon()
+
+    def _load_own(self, message: LoadOwnShard) -> None:
+        """Hold a shard in this process; what is held meanwhile serves until it is replaced."""
+        kernel: GgmlCpuKernel | None = None
+        try:
+            dispatcher, manifest = self._dispatcher, self._manifest
+            if dispatcher is None or manifest is None:
+                raise LocalProtocolError("no trunk is loaded that needs experts")
+            shard, primary = ShardSet.decode(message.shard), ShardSet.decode(message.primary)
+            own = self._own
+            if own is None or (own.shard, own.source_path) != (shard, message.source_path):
+                with ExpertBytes(Path(message.source_path), manifest) as source:
+                    kernel = GgmlCpuKernel(manifest, shard, source.read, threads=message.threads)
+                holder = LocalHolder(message.node_id, kernel)
+                own = _OwnExperts(holder, shard, message.source_path, kernel.memory_bytes)
+            with self._own_lock:
+                if self._own_wanted is not message:
+                    raise LocalProtocolError("these experts are not to be held any more")
+                dispatcher.add_holder(own.holder, shard, primary)
+                self._own, kernel = own, None
+        except (KvasirError, ProtocolError, OSError, MemoryError) as error:
+            if kernel is not None:
+                kernel.close()
+            self._channel.send(fault_of(message.request, error, "shard_unusable"))
+            return
+        self._settle_soon()
+        self._channel.send(OwnShardLoaded(message.request, own.memory_bytes, shard.digest()))
+
+    def _settle_soon(self) -> None:
+        """Have the decode thread close what it needs no more; where it has work, it does so after it."""
+        if self._jobs.empty():
+            with contextlib.suppress(queue.Full):
+                self._jobs.put_nowait(_Job(lambda: None))
+
     # -- what is going on --------------------------------------------------------------------------
 
     def _ready_trunk(self) -> Trunk:
@@ -417,6 +486,7 @@ class BackboneEngine:
             "experts_missing_total": self._hook.rows_unfilled_total if self._hook is not None else 0,
             "jobs_waiting": self._jobs.qsize(),
             "trunk_device": self._trunk.device_name if self._trunk is not None else "",
+            "own_experts": len(own.shard) if (own := self._own) is not None else 0,
         }
         if self._dispatcher is not None:
             values["dispatch"] = dataclasses.asdict(self._dispatcher.statistics())

@@ -1,14 +1,15 @@
-"""The backbone's duty in the control process: members in, plan out, holders connected, sessions run.
+"""This node as backbone: an engine with the trunk, and, while its core holds a lease, holders and sessions.
 
-It owns the roster, issues signed plans under its term proof, hands every holder's address and certificate to
-the backbone engine, renews the engine's lease, and puts clients' sessions through. Which expert runs where is
-the plan's decision (`kvasir_proto.placement`); rows never pass here.
+The core decides who is the backbone, until when, and who holds what; this duty makes it so. It tells the
+engine the lease, connects the holders of the core's plan, holds what the plan gives this node itself, and puts
+clients' sessions through. A reign lasts from the first `LeaseHeld` until the lease is lost: nothing is
+sampled after it and nothing sent to holders. Before it a standby has everything ready that needs no lease.
+Which expert runs where, who is alive and who may vote is not known here; rows never pass here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,41 +19,34 @@ from typing import Any, Final, NoReturn
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvasir_node.backoff import retry_delay_s
-from kvasir_node.driver.conversation import ask, hear, refuse, tell
+from kvasir_node.driver.conversation import ask
+from kvasir_node.driver.holder_connections import NO_SHARE, HolderConnection, HolderConnections, Share
 from kvasir_node.driver.last_error import LastError
-from kvasir_node.driver.roster import HEARTBEAT_INTERVAL_MS, Roster
 from kvasir_node.engine.certificate import verify_engine_certificate
-from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import ControlStream, EnginePort, EngineStarter, Host, engine_report
-from kvasir_node.supervisor import LOAD_TIMEOUT_S, STEADY_AFTER, keep_running, load_trunk, watch_engine
-from kvasir_node.swarm_files import Founding, SavedPlan
+from kvasir_node.ports import EnginePort, EngineStarter, Host, SwarmCore, engine_report
+from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, load_trunk, watch_engine
 from kvasir_node.telemetry import get_logger
-from kvasir_proto import PROTOCOL_VERSION
-from kvasir_proto.capability import open_record
-from kvasir_proto.errors import (
-    ConfigurationInvalid,
-    DiskFull,
-    EngineFailed,
-    KvasirError,
-    NotReady,
-    RemoteProtocolError,
-    TransportUnavailable,
-)
-from kvasir_proto.ids import NodeId, SessionId
-from kvasir_proto.instants import Duration, Instant, WallTime, after, between
-from kvasir_proto.manifest import ShardSet
+from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
+from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
+from kvasir_proto.ids import NodeId, SessionId, node_id_of
+from kvasir_proto.instants import Instant, WallTime, between, in_seconds
+from kvasir_proto.limits import as_sentence
+from kvasir_proto.membership.events import MemberChanged
 from kvasir_proto.messages.engine import (
     CancelSession,
     ConnectHolder,
+    EngineMessage,
     EvaluateLogits,
     Generate,
     HolderConnected,
     HolderLost,
+    LoadOwnShard,
     LoadTrunk,
     LogitsEvaluated,
+    OwnShardLoaded,
     RemoveHolder,
     SessionEnded,
     SetLease,
@@ -60,196 +54,267 @@ from kvasir_proto.messages.engine import (
     TrunkLoaded,
 )
 from kvasir_proto.messages.local import USAGE_ERROR, EvaluateReply, EvaluateRequest, GenerateRequest
-from kvasir_proto.messages.swarm import (
-    DataGrant,
-    DataRequest,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    PlanAccept,
-    PlanOffer,
-    PlanSuperseded,
-    Welcome,
+from kvasir_proto.messages.swarm import DataGrant, DataRequest
+from kvasir_proto.node_core import (
+    HolderFailed,
+    HolderReady,
+    HolderRefused,
+    NodeEvent,
+    PlanReceived,
+    ShardLoaded,
+    ShardLost,
+    ShardRefused,
 )
-from kvasir_proto.placement.plan import Plan, make_plan, open_plan
-from kvasir_proto.signing import sign_message
+from kvasir_proto.placement.plan import Plan
+from kvasir_proto.records import RecordChanged
+from kvasir_proto.swarm_manifest import FoundedSwarm
 
 log = get_logger()
 
 CONNECT_TIMEOUT_S: Final = 30.0
-LEASE_NS: Final = 1_500_000_000
-"""LAN preset. The engine is told nine tenths of it: it stops before anybody could elect another."""
-
-LEASE_RENEWAL_S: Final = 0.4
 CANCEL_TIMEOUT_S: Final = 5.0
 """How long a session that was cancelled may take to end; then it is forgotten."""
 
-OFFERS_REFUSED_MAX: Final = 4
-"""Offers that a member may refuse or fail in a row; then plans do without it for a while."""
+RELEASE_TIMEOUT_S: Final = 2.0
+"""How long the engine may take to say that it has heard the end of its lease; then it is killed."""
+
+ENGINE_KEPT_S: Final = 60.0
+"""How long an engine that is no standby outlives a reign: a lease is often won back."""
+
+OWN_RETRY_S: Final = 30.0
+"""Pause before experts that this node could not load are tried again."""
+
+FAILURES_SHOWN_MAX: Final = 4
+"""Holders whose trouble the state's reason names."""
 
 SESSIONS_WAITING_MAX: Final = 8
 SESSION_TIMEOUT_MS: Final = 3_600_000
-_MEMBER_SILENCE_S: Final = 10.0
-_RETRY_DELAY_FIRST_S: Final = 1.0
-_RETRY_DELAY_MAX_S: Final = 15.0
-_ADDRESS: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/[0-9]{1,5}/p2p/(?P<node>[^/]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class BackboneSettings:
-    """What the configuration says about this duty."""
+    """What the configuration says about this duty.
 
-    workers_min: int
-    holders: int | None
+    `memory_bytes` is offered for experts that the plan gives this node itself. A `standby` keeps an engine
+    with the trunk loaded also while another node is the backbone.
+    """
+
     n_ctx: int
     n_ubatch: int
     n_threads: int
     device: str
+    memory_bytes: int
+    standby: bool
 
 
 @dataclass(slots=True)
 class _Session:
     tokens: trio.MemorySendChannel[TokenEmitted]
     outcome: SessionEnded | None = None
+    end_of_reign: str = ""
+    """Why the reign ended while it ran."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reign:
+    """This node as backbone of one term, as long as it holds the lease."""
+
+    epoch: int
+    term: int
+    until: Instant
+    plan: Plan | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.epoch, self.term
+
+
+class _NotHeld(Exception):
+    """Experts that the plan gives this node cannot be held; what the core is told."""
+
+    def __init__(self, code: str, reason: str, need_bytes: int = 0, have_bytes: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.need_bytes = need_bytes
+        self.have_bytes = have_bytes
 
 
 class BackboneDuty:
-    """This node as backbone of the term that ``founding`` proves. `run` until cancelled."""
+    """This node as backbone and standby. `run` until cancelled; everything else from the same trio thread."""
 
     def __init__(
         self,
         *,
         node_key: Ed25519PrivateKey,
-        founding: Founding,
+        swarm: FoundedSwarm,
         model: StoredModel,
         find_backbone_file: Callable[[], Awaitable[Path]],
+        core: SwarmCore,
         host: Host,
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: BackboneSettings,
-        saved_plan: SavedPlan | None,
-        save_plan: Callable[[bytes], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``find_backbone_file`` gives the model's backbone file, verified; it is asked before each engine.
-
-        ``saved_plan`` is what ``save_plan`` was last given in this home.
-
-        It is gone on with: its workers still hold their shards, and no revision is used twice.
-        """
-        self._node_key = node_key
-        self._founding = founding
+        """``find_backbone_file`` gives the model's backbone file, verified; it is asked before each engine."""
+        self._node_id = node_id_of(node_key.public_key().public_bytes_raw())
+        self._swarm = swarm
         self._model = model
         self._find_backbone_file = find_backbone_file
+        self._core = core
         self._host = host
         self._start_engine = start_engine
         self._next_generation = next_generation
         self._settings = settings
         self._now = now
-        self._wall_time = wall_time
-        self._roster = Roster(now())
-        self._plan = saved_plan.plan if saved_plan else None
-        self._signed_plan = saved_plan.signed if saved_plan else b""
-        self._save_plan = save_plan
-        self._revision_max = self._plan.revision if self._plan else 0
-        """The newest revision that this node is known to have issued."""
-        self._is_plan_superseded = False
-        self._plan_failures = 0
-        """Plans in a row that could not be saved."""
-        self._next_plan_at = now()
+        self._reign: _Reign | None = None
+        self._reign_scope: trio.CancelScope | None = None
+        self._end_of_reign = ""
+        """Why the last reign ended; empty before the first and while one lasts."""
+        self._released = (0, 0)
+        """No lease of this (epoch, term) or an earlier one is taken up again."""
+        self._proof: tuple[tuple[int, int], bytes] = ((0, 0), b"")
+        """The newest term that this node is backbone of, and the proof that it is."""
+        self._holders = HolderConnections()
+        self._own = NO_SHARE
+        """What the engine holds itself."""
+        self._own_memory_bytes = 0
         self._engine: EnginePort | None = None
         self._trunk: TrunkLoaded | None = None
+        self._to_tell: dict[tuple[str, bytes | str], EngineMessage] = {}
+        """What the engine has still to hear, by what it is about: of each only the newest."""
+        self._told = trio.Event()
         self._sessions: dict[SessionId, _Session] = {}
         self._evaluations = 0
-        self._conversations: dict[NodeId, ControlStream] = {}
-        """The stream on which each member joined last: only its end says something about the member."""
-        self._holder_events: dict[NodeId, trio.Event] = {}
-        """For each node of the plan that is served: set when something happened to it."""
         self._changed = trio.Event()
         self._last_error = LastError(wall_time)
         self._rows_retried_total = 0
 
-    # -- from other nodes --------------------------------------------------------------------------
+    # -- from the core -----------------------------------------------------------------------------
 
-    async def serve_stream(self, node_id: NodeId, stream: ControlStream) -> None:
-        """Answer a node that opened a control stream; returns when the conversation is over."""
-        joined = False
-        try:
-            hello = await hear(stream)
-            if not isinstance(hello, Hello):
-                raise RemoteProtocolError("a conversation starts with hello", "unexpected_message")
-            if PROTOCOL_VERSION not in hello.versions:
-                raise RemoteProtocolError(
-                    f"this swarm speaks version {PROTOCOL_VERSION}, you {list(hello.versions)}",
-                    "incompatible_version",
-                )
-            founding = self._founding
-            await tell(stream, Welcome(PROTOCOL_VERSION, founding.signed_manifest, founding.proof))
-            while True:
-                message = await hear(stream, _MEMBER_SILENCE_S)
-                match message:
-                    case Join():
-                        self._join(node_id, message)
-                        self._conversations[node_id] = stream
-                        joined = True
-                        await tell(
-                            stream, Joined(founding.term.epoch, founding.term.term, HEARTBEAT_INTERVAL_MS)
-                        )
-                    case Heartbeat():
-                        await self._take_heartbeat(node_id, message)
-                        await tell(stream, HeartbeatReply(founding.term.epoch, founding.term.term))
-                    case Leave():
-                        await self._let_leave(node_id, message.reason)
-                        return
-                    case _:
-                        raise RemoteProtocolError(
-                            f"{message.kind} is not for a backbone", "unexpected_message"
-                        )
-        except RemoteProtocolError as error:
-            log.info("conversation_refused", node=node_id, code=error.code, reason=str(error))
-            await refuse(stream, error)
-        except TransportUnavailable as error:
-            if joined and self._conversations.get(node_id) is stream:
-                # At once, not when heartbeats have been missed: the plan's task tries to reach it again.
-                log.info("member_silent", node=node_id, reason=str(error))
-                self._roster.set_state(node_id, "unreachable", f"its control stream ended: {error}")
-                self._wake_holder(node_id)
-                self._note_change()
-        finally:
-            if self._conversations.get(node_id) is stream:
-                del self._conversations[node_id]
-
-    def _join(self, node_id: NodeId, message: Join) -> None:
-        record = open_record(message.record, self._founding.swarm.digest, self._wall_time())
-        if record.node_id != node_id:
-            raise RemoteProtocolError("a node joins with its own record", "wrong_node")
-        for address in record.addresses:
-            match = _ADDRESS.fullmatch(address)
-            if match is None or match["node"] != node_id:
-                raise RemoteProtocolError("its record has an address that is not its own", "wrong_address")
-        self._roster.join(record, self._now())
-        log.info("member_joined", node=node_id, backend=record.backend)
-        self._wake_holder(node_id)
+    def take_event(self, event: NodeEvent) -> None:
+        """Hear what this node's core says; never waits."""
+        match event:
+            case LeaseHeld():
+                if not self._take_lease(event):
+                    return
+            case LeaseLost(epoch, term, reason):
+                self._end_reign_of((epoch, term), reason)
+            case TermVoided(epoch, term):
+                self._end_reign_of((epoch, term), f"there is evidence of a lie in ({epoch}, {term})")
+            case TermFollowed(term, proof):
+                if term.backbone == self._node_id:
+                    self._proof = (term[:2], proof)
+                elif self._reign is not None and term[:2] > self._reign.version:
+                    reason = f"{term.backbone} is the backbone of ({term.epoch}, {term.term})"
+                    self._end_reign_of(self._reign.version, reason)
+            case PlanReceived(plan, _):
+                self._take_plan(plan)
+            case HolderReady(node_id, plan, memory_bytes):
+                if self._reign is not None and plan == self._reign.plan:
+                    self._holders.note_ready(node_id, memory_bytes)
+            case HolderRefused(node_id, code, reason):
+                self._holders.note_refused(node_id, code, reason)
+                log.warning("holder_refused", node=node_id, code=code, reason=reason)
+            case MemberChanged():
+                self._take_member(event)
+            case RecordChanged(node_id, record, _):
+                if record is not None and self._holders.note_record(node_id, record.held is not None):
+                    self._lose_member(node_id, record.reason or "it has lost its shard")
+            case _:
+                return
         self._note_change()
 
-    async def _take_heartbeat(self, node_id: NodeId, message: Heartbeat) -> None:
-        member = self._roster.heartbeat(node_id, self._now())
-        if message.state == "starting" and member.state == "serving":
-            # Its engine has ended, and the connection with it, which nobody notices while no session runs.
-            self._roster.set_state(node_id, "unreachable", message.reason)
-            self._note_holder_lost(node_id, "starting", message.reason)
-            await self._remove_holder(node_id, message.reason)
-            self._note_change()
+    def _take_lease(self, lease: LeaseHeld) -> bool:
+        """Have the engine hear until when it may sample; whether a reign began with it."""
+        version = (lease.epoch, lease.term)
+        if version <= self._released:
+            return False
+        if self._reign is not None and self._reign.version != version:
+            self._end_reign_of(
+                self._reign.version, f"a lease of ({lease.epoch}, {lease.term}) took its place"
+            )
+        begins = self._reign is None
+        if self._reign is None:
+            self._reign = _Reign(lease.epoch, lease.term, lease.until)
+            self._end_of_reign = ""
+            log.info("reign_began", epoch=lease.epoch, term=lease.term)
+        self._reign.until = lease.until
+        self._tell_lease(self._reign)
+        return begins
 
-    async def _let_leave(self, node_id: NodeId, reason: str) -> None:
-        self._roster.leave(node_id, reason)
-        log.info("member_left", node=node_id, reason=reason)
-        await self._remove_holder(node_id, "it left")
-        self._note_change()
+    def _tell_lease(self, reign: _Reign) -> None:
+        self._tell(("lease", ""), SetLease(reign.epoch, reign.term, reign.until))
+
+    def _end_reign_of(self, version: tuple[int, int], reason: str) -> None:
+        """End the reign of this (epoch, term), if it is the one that lasts."""
+        reign = self._reign
+        if reign is None or reign.version != version:
+            return
+        log.warning("reign_ended", epoch=reign.epoch, term=reign.term, reason=reason)
+        self._reign, self._end_of_reign = None, reason
+        self._tell(("lease", ""), SetLease(reign.epoch, reign.term, 0))
+        sentence = as_sentence(f"this node is no longer the backbone: {reason}")
+        for row in self._holders:
+            # Also who is being connected just now: the engine may be further than we know.
+            self._tell_removal(row.node_id, sentence)
+        self._holders.clear()
+        self._tell_removal(self._node_id, sentence)
+        self._own, self._own_memory_bytes = NO_SHARE, 0
+        for session_id, session in self._sessions.items():
+            session.end_of_reign = sentence
+            session.tokens.close()
+            self._tell(("session", session_id), CancelSession(session_id))
+        if self._reign_scope is not None:
+            self._reign_scope.cancel()
+
+    def _take_plan(self, plan: Plan) -> None:
+        reign = self._reign
+        if reign is None or (plan.epoch, plan.term) != reign.version:
+            return  # another backbone's: that is the holder's duty
+        if reign.plan is not None and plan.revision <= reign.plan.revision:
+            return
+        reign.plan = plan
+        self._holders.follow(plan, self._node_id)
+        log.info("plan_followed", revision=plan.revision, holders=len(plan.nodes))
+
+    def _take_member(self, event: MemberChanged) -> None:
+        row = self._holders.get(event.node_id)
+        if row is None:
+            return
+        if event.state in ("dead", "left"):
+            self._lose_member(event.node_id, f"it {'has left' if event.state == 'left' else 'is dead'}")
+        elif event.state == "alive" and not row.is_ready and row.connected is None:
+            self._core.command(HolderFailed(event.node_id, "it is back"))
+
+    def _lose_member(self, node_id: NodeId, reason: str) -> None:
+        """It has gone, or its engine: nothing more is asked of it until it says again that it serves."""
+        was_connected = self._holders.get(node_id)
+        if was_connected is None or not self._holders.note_gone(node_id, reason):
+            return
+        self._tell_removal(node_id, reason)
+        self._note_holder_lost(node_id, "gone", reason)
+        self._core.command(HolderFailed(node_id, reason))
+
+    # -- to the engine -----------------------------------------------------------------------------
+
+    def _tell(self, about: tuple[str, bytes | str], message: EngineMessage) -> None:
+        """Have the engine hear this soon, instead of what it has not heard yet about the same."""
+        if self._engine is not None:
+            self._to_tell[about] = message
+            self._told.set()
+
+    def _tell_removal(self, node_id: NodeId, reason: str) -> None:
+        self._tell(("holder", node_id), RemoveHolder(node_id, as_sentence(reason)))
+
+    async def _deliver(self, engine: EnginePort) -> None:
+        while True:
+            while self._to_tell:
+                about = next(iter(self._to_tell))
+                await engine.send(self._to_tell.pop(about))
+            self._told = trio.Event()
+            await self._told.wait()
 
     # -- from clients ------------------------------------------------------------------------------
 
@@ -258,7 +323,8 @@ class BackboneDuty:
     ) -> SessionEnded:
         """Run one session; ``emit`` gets each token. If cancelled, the session is cancelled too.
 
-        Raises `NotReady` when some expert has no holder, or too many sessions wait.
+        Raises `NotReady` when some expert has no holder, when too many sessions wait, and when this node is
+        not the backbone or ceases to be it meanwhile.
         """
         engine = self._ready_engine()
         if len(self._sessions) >= SESSIONS_WAITING_MAX:
@@ -281,8 +347,10 @@ class BackboneDuty:
             )
             async for token in tokens_out:
                 await emit(token)
+            if session.end_of_reign and session.outcome is None:
+                raise NotReady(session.end_of_reign)
         except BaseException:
-            # The session counts as running, so that no plan changes under it, until the engine has ended it.
+            # The session counts as running until the engine has ended it.
             with contextlib.suppress(EngineFailed), trio.CancelScope(shield=True):
                 with trio.move_on_after(CANCEL_TIMEOUT_S):
                     await engine.send(CancelSession(session_id))
@@ -303,6 +371,7 @@ class BackboneDuty:
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """Write the swarm's logits for these tokens to a file. Raises `NotReady` like `generate`."""
         engine = self._ready_engine()
+        reign = self._reign
         self._evaluations += 1
         try:
             reply = await engine.exchange(
@@ -312,6 +381,10 @@ class BackboneDuty:
                 LogitsEvaluated,
                 SESSION_TIMEOUT_MS / 1000,
             )
+        except KvasirError as error:
+            if self._reign is not reign:
+                raise NotReady(f"this node is no longer the backbone: {self._end_of_reign}") from error
+            raise
         finally:
             self._evaluations -= 1
             self._note_change()
@@ -320,6 +393,8 @@ class BackboneDuty:
 
     def _ready_engine(self) -> EnginePort:
         state, reason = self.state()
+        if self._reign is None:
+            raise NotReady(f"this node is not the backbone: {reason}")
         if state not in ("ready", "degraded") or self._engine is None:
             raise NotReady(f"the swarm is {state}: {reason}")
         return self._engine
@@ -327,74 +402,75 @@ class BackboneDuty:
     # -- what is going on --------------------------------------------------------------------------
 
     def state(self) -> tuple[str, str]:
-        """One word and its reason: starting, joining, ready or degraded."""
+        """One word and its reason: idle, starting, standby, joining, degraded or ready.
+
+        The first three are a node's that holds no lease, or whose engine is not there yet.
+        """
+        reign = self._reign
+        if reign is None and not self._settings.standby and self._engine is None:
+            return "idle", self._why_no_reign()
         if self._engine is None or self._trunk is None:
             return "starting", self._last_error.unrecovered or "the backbone engine is loading"
-        if self._plan is None:
-            have, need = len(self._roster.active(self._now())), self._settings.workers_min
-            if self._plan_failures and have >= need:
-                return "joining", self._last_error.unrecovered
-            return "joining", f"{have} of {need} workers have joined"
-        coverage = self._plan.coverage(self._roster.serving())
-        if coverage.n_pairs_held < coverage.n_pairs:
-            held = f"{coverage.n_pairs_held} of {coverage.n_pairs} experts have a holder"
-            return "joining", "; ".join([held, *self._failures_of_planned(self._plan)])
-        planned = self._plan.coverage().holders_min
+        if reign is None:
+            return "standby", self._why_no_reign()
+        plan = reign.plan
+        if plan is None:
+            return "joining", "no plan yet"
+        n_pairs = plan.coverage().n_pairs
+        n_held = len(self._holders.held(self._own.shard))
+        if n_held < n_pairs:
+            held = f"{n_held} of {n_pairs} experts have a holder"
+            return "joining", "; ".join([held, *self._failures()])
+        coverage = self._holders.coverage(plan, self._node_id, self._own.shard)
+        planned = plan.coverage().holders_min
         if coverage.holders_min < planned:
-            return "degraded", f"some expert has {coverage.holders_min} of {planned} planned holders"
-        return "ready", ""
+            fewer = f"some expert has {coverage.holders_min} of {planned} planned holders"
+            return "degraded", "; ".join([fewer, *self._failures()])
+        return ("degraded", plan.degraded) if plan.degraded else ("ready", "")
 
-    def _failures_of_planned(self, plan: Plan) -> list[str]:
-        """Which members of the plan could not be brought to serving, and why."""
-        return [
-            f"{member.node_id}: {member.failure}"
-            for member in self._roster
-            if member.failure and member.node_id in plan.nodes
+    def _why_no_reign(self) -> str:
+        return self._end_of_reign or "it holds no lease"
+
+    def _failures(self) -> list[str]:
+        """Which holders of the plan could not be brought to serving, and why; some of them."""
+        failed = [
+            f"{row.node_id}: {row.reason}"
+            for row in self._holders
+            if row.state in ("refused", "unreachable", "quarantined") and row.reason
         ]
+        more = len(failed) - FAILURES_SHOWN_MAX
+        return [*failed[:FAILURES_SHOWN_MAX], *([f"and {more} more"] if more > 0 else [])]
 
     def report(self) -> dict[str, Any]:
-        """This duty's part of the status document."""
-        term = self._founding.term
-        plan = self._plan
-        coverage = plan.coverage(self._roster.serving()) if plan else None
-        now = self._now()
-        # What the plan gives to a member that is gone for good is held by nobody.
-        shards = {
-            member.node_id: ShardSet()
-            if plan is None or self._roster.is_forgotten(member.node_id, now)
-            else plan.shard_of(member.node_id)
-            for member in self._roster
-        }
+        """This duty's part of the status document.
+
+        `plan` is the one in force here, and how much of it is connected; `holders` those it names beside this
+        node. What is known of members, terms and the electorate is the core's to tell.
+        """
+        reign = self._reign
+        plan = reign.plan if reign is not None else None
+        coverage = self._holders.coverage(plan, self._node_id, self._own.shard) if plan is not None else None
         return {
-            "epoch": term.epoch,
-            "term": term.term,
-            "backbone": term.backbone,
-            "ranks": ["backbone"],
-            "swarm": self._founding.swarm.digest.hex(),
-            "compact_activations": self._founding.swarm.manifest.compact_activations,
-            "partial_sums": self._founding.swarm.manifest.partial_sums,
-            "model": model_report(self._model),
+            "is_backbone": reign is not None,
+            "lease_left_s": round(in_seconds(between(self._now(), reign.until)), 3) if reign else None,
             "plan": {
                 "revision": plan.revision if plan else 0,
                 "coverage": coverage.n_pairs_held / coverage.n_pairs if coverage else 0.0,
                 "holders_min": coverage.holders_min if coverage else 0,
             },
-            "members": [
+            "holders": [
                 {
-                    "node_id": member.node_id,
-                    "state": member.state,
-                    "reason": member.reason,
-                    "backend": member.record.backend,
-                    "device": member.record.device,
-                    "accumulation": member.record.accumulation,
-                    "memory_bytes": member.record.memory_bytes,
-                    "ranks": ["output", "bulk"] if len(shards[member.node_id]) else [],
-                    "shard_bytes": member.shard_bytes,
-                    "shards": len(shards[member.node_id]),
-                    "last_seen_s": round((now - member.last_seen) / 1e9, 3),
+                    "node_id": row.node_id,
+                    "state": row.state,
+                    "reason": row.reason,
+                    "n_experts": len(row.wanted.shard),
+                    "n_experts_connected": len(row.connected.shard) if row.connected else 0,
+                    "shard_bytes": row.memory_bytes,
+                    "failures": row.failures,
                 }
-                for member in self._roster
+                for row in self._holders
             ],
+            "own": {"n_experts": len(self._own.shard), "shard_bytes": self._own_memory_bytes},
             "engine": engine_report(self._engine),
             "sessions": len(self._sessions),
             "rows_retried_total": self._rows_retried_total,
@@ -407,13 +483,65 @@ class BackboneDuty:
             raise EngineFailed("the backbone engine is not running")
         return await self._engine.statistics_json()
 
+    # -- going in good order -----------------------------------------------------------------------
+
+    async def release(self) -> None:
+        """Sample nothing more in this term, whatever lease is held: due before `Leave` and `StepDown`.
+
+        Returns, in bounded time, when the engine has heard it or is dead: another node may then be elected at
+        once. Sessions end with the reason.
+        """
+        fence = self._core.view().fence
+        reign = self._reign
+        self._released = max(
+            self._released, fence[:2] if fence is not None else (0, 0), reign.version if reign else (0, 0)
+        )
+        if reign is not None:
+            self._end_reign_of(reign.version, "it gives the lease back")
+            self._note_change()
+        engine = self._engine
+        if engine is None or engine.has_ended or self._released == (0, 0):
+            return
+        is_heard = False
+        with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True), contextlib.suppress(EngineFailed):
+            # In the order they are sent: who answers the second has heard the first.
+            await engine.send(SetLease(*self._released, 0))
+            await engine.statistics_json(RELEASE_TIMEOUT_S)
+            is_heard = True
+        if not is_heard and not engine.has_ended:
+            engine.kill("this node killed it: it did not confirm the end of its lease")
+            with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True):
+                await engine.wait_ended()
+
     # -- tasks -------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Keep an engine running and the plan served, until cancelled. Raises what `keep_running` does."""
-        async with open_unwrapping_nursery() as nursery:
-            nursery.start_soon(self._watch_members)
-            await keep_running(self._run_engine, self._now, self._note_engine_failure)
+    async def run(self) -> NoReturn:
+        """Keep an engine while one is needed, and the plan served, until cancelled.
+
+        Raises what `keep_running` does for a standby; on another node the same trouble is waited out.
+        """
+        standby = self._settings.standby
+        while True:
+            while not standby and self._reign is None:
+                await self._wait_change()
+            async with open_unwrapping_nursery() as nursery:
+                if not standby:
+                    nursery.start_soon(self._watch_need, nursery.cancel_scope)
+                await keep_running(
+                    self._run_engine, self._now, self._note_engine_failure, is_first_raised=standby
+                )
+
+    async def _watch_need(self, scope: trio.CancelScope) -> None:
+        """End the engine some time after it was needed last."""
+        while True:
+            while self._reign is not None:
+                await self._wait_change()
+            with trio.move_on_after(ENGINE_KEPT_S):
+                while self._reign is None:
+                    await self._wait_change()
+            if self._reign is None:
+                scope.cancel()
+                return
 
     def _note_engine_failure(self, error: KvasirError) -> None:
         self._note_error(str(error))
@@ -435,35 +563,37 @@ class BackboneDuty:
                     threads=self._settings.n_threads,
                     hooked=True,
                     kv_type="f16",
-                    compact_activations=self._founding.swarm.manifest.compact_activations,
-                    partial_sums=self._founding.swarm.manifest.partial_sums,
+                    compact_activations=self._swarm.manifest.compact_activations,
+                    partial_sums=self._swarm.manifest.partial_sums,
                     device=self._settings.device,
                     rpc=None,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine
-                nursery.start_soon(self._renew_lease, engine)
+                self._to_tell.clear()
+                if self._reign is not None:
+                    self._tell_lease(self._reign)
+                nursery.start_soon(self._deliver, engine)
                 nursery.start_soon(watch_engine, engine, trio.Lock())
-                nursery.start_soon(self._serve_plan, engine)
+                nursery.start_soon(self._serve_reigns, engine)
                 self._note_change()
                 await self._handle_events(engine)
                 reason = await engine.wait_ended()
                 raise EngineFailed(f"the backbone engine ended: {reason}")
             finally:
-                self._engine = self._trunk = None
-                for session in self._sessions.values():
-                    session.tokens.close()
-                for member in self._roster.serving():
-                    self._roster.set_state(member, "joined")
+                self._forget_engine()
                 await engine.close()
                 nursery.cancel_scope.cancel()
 
-    async def _renew_lease(self, engine: EnginePort) -> None:
-        """A founder is its own electorate: as long as this process runs, it grants itself the next lease."""
-        term = self._founding.term
-        while True:
-            await engine.send(SetLease(term.epoch, term.term, self._now() + LEASE_NS * 9 // 10))
-            await trio.sleep(LEASE_RENEWAL_S)
+    def _forget_engine(self) -> None:
+        self._engine = self._trunk = None
+        self._to_tell.clear()
+        for session in self._sessions.values():
+            session.tokens.close()
+        self._holders.disconnect_all("the backbone engine has ended")
+        if self._own != NO_SHARE:
+            self._own, self._own_memory_bytes = NO_SHARE, 0
+            self._core.command(ShardLost("the backbone engine has ended"))
 
     async def _handle_events(self, engine: EnginePort) -> None:
         async for event in engine.events:
@@ -472,232 +602,199 @@ class BackboneDuty:
                     self._pass_on(event)
                 case SessionEnded():
                     session = self._sessions.get(event.session)
-                    if session is not None:
+                    if session is not None and not session.end_of_reign:
                         session.outcome = event
                         session.tokens.close()
                 case HolderLost():
-                    self._roster.holder_lost(event.node_id, event.code, event.reason)
-                    self._note_holder_lost(event.node_id, event.code, event.reason)
-                    self._wake_holder(event.node_id)
+                    self._lose_connection(event.node_id, event.code, event.reason, is_engines_word=True)
+                case HolderConnected():
+                    # Whoever asked for it waits no more: it is not to be asked for rows behind our back.
+                    row = self._holders.get(event.node_id)
+                    if row is None or row.connected is None:
+                        self._tell_removal(event.node_id, "nobody waits for this connection any more")
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
 
     def _pass_on(self, token: TokenEmitted) -> None:
         session = self._sessions.get(token.session)
-        if session is None:
-            return  # its client has gone
+        if session is None or session.end_of_reign:
+            return  # its client has gone, or its term
         try:
             session.tokens.send_nowait(token)
         except trio.WouldBlock:
             raise EngineFailed("the backbone engine emitted more tokens than were asked for") from None
 
-    async def _watch_members(self) -> None:
+    # -- a reign -----------------------------------------------------------------------------------
+
+    async def _serve_reigns(self, engine: EnginePort) -> None:
+        """Serve one reign after another on this engine."""
         while True:
-            await trio.sleep(1.0)
-            for node_id in self._roster.expire(self._now()):
-                log.warning("member_lost", node=node_id, reason="no heartbeat")
-                await self._remove_holder(node_id, "no heartbeat")
-                self._note_change()
-            if self._is_plan_due():
-                self._note_change()
-
-    async def _remove_holder(self, node_id: NodeId, reason: str) -> None:
-        self._wake_holder(node_id)
-        if self._engine is not None:
-            with contextlib.suppress(EngineFailed):  # an engine that ended dispatches nothing anyway
-                await self._engine.send(RemoveHolder(node_id, reason))
-
-    # -- plans -------------------------------------------------------------------------------------
-
-    async def _serve_plan(self, engine: EnginePort) -> None:
-        """Issue a plan when one is due, and keep its holders connected until the next one."""
-        while self._plan is None and not self._issue_due_plan():
-            await self._wait_change()
-        while True:
-            plan = self._plan
-            assert plan is not None
-            async with open_unwrapping_nursery() as nursery:
-                self._holder_events = {node_id: trio.Event() for node_id in plan.nodes}
-                for node_id in plan.nodes:
-                    nursery.start_soon(self._keep_holder, engine, plan, node_id)
-                while not self._issue_due_plan():
-                    await self._wait_change()
-                nursery.cancel_scope.cancel()
-
-    def _is_plan_due(self) -> bool:
-        """Whether a plan is needed, and there are the workers to make it for, and it may be tried now."""
-        if self._now() < self._next_plan_at or not (self._plan is None or self._is_plan_outdated()):
-            return False
-        workers_min = max(1, self._settings.workers_min) if self._plan is None else 1
-        return len(self._roster.active(self._now())) >= workers_min
-
-    def _issue_due_plan(self) -> bool:
-        """Issue a plan if one is due; whether it was.
-
-        One that cannot be saved is not issued, for nobody may hear of a plan that could be forgotten: the one
-        before stays in force and is served, and the next attempt comes after a delay.
-        """
-        if not self._is_plan_due():
-            return False
-        try:
-            self._issue_plan()
-        except (DiskFull, ConfigurationInvalid) as error:
-            self._plan_failures += 1
-            delay_s = retry_delay_s(self._plan_failures, _RETRY_DELAY_FIRST_S, _RETRY_DELAY_MAX_S)
-            self._next_plan_at = after(self._now(), Duration(round(delay_s * 1e9)))
-            log.error("plan_not_saved", reason=str(error), retry_s=delay_s)
-            self._note_error(str(error))
-            return False
-        self._plan_failures = 0
-        return True
-
-    def _is_plan_outdated(self) -> bool:
-        """Whether the members have changed in a way that needs a new plan now.
-
-        Never while a session runs, nor while a member of the plan may still come back, but always when a
-        worker has shown a newer one that was lost here. Then a newcomer is
-        taken in, and members that are gone for good cost a new plan when the workers that are left would
-        hold each expert more often under it.
-        """
-        plan = self._plan
-        if plan is None or self._sessions or self._evaluations:
-            return False
-        if self._is_plan_superseded:
-            return True
-        active = self._roster.active(self._now())
-        remaining = [each for each in plan.nodes if not self._roster.is_forgotten(each, self._now())]
-        if not active or any(node_id not in active for node_id in remaining):
-            return False
-        if any(node_id not in plan.nodes for node_id in active):
-            return True
-        possible = self._settings.holders or max(1, min(2, len(active) - 1))
-        return plan.coverage(remaining).holders_min < min(possible, len(active))
-
-    def _issue_plan(self) -> None:
-        term = self._founding.term
-        manifest = self._model.manifest
-        workers = self._roster.active(self._now())
-        holders = self._settings.holders
-        plan = make_plan(
-            manifest.moe_layers,
-            manifest.n_expert,
-            workers,
-            epoch=term.epoch,
-            term=term.term,
-            revision=self._revision_max + 1,
-            holders=min(holders, len(workers)) if holders is not None else None,
-        )
-        signed_plan = sign_message(self._node_key, self._founding.swarm.digest, plan)
-        self._save_plan(signed_plan)
-        self._plan, self._signed_plan, self._revision_max = plan, signed_plan, plan.revision
-        self._is_plan_superseded = False
-        for node_id in workers:
-            # At once: no session may start on shards that are about to be replaced.
-            self._roster.set_state(node_id, "loading", "it gets a new plan")
-        log.info("plan_issued", revision=plan.revision, workers=len(workers))
-
-    def _go_on_above(self, signed_plan: bytes, offered: Plan) -> RemoteProtocolError:
-        """A worker holds a newer plan of ours, which was lost here: the next one comes after it.
-
-        Returns what the worker is refused with meanwhile. Raises `RemoteProtocolError` for a plan that this
-        node did not sign in its term, or that is older than the one offered, or the same.
-        """
-        founding = self._founding
-        plan = open_plan(signed_plan, founding.swarm.digest, founding.term.backbone)
-        same_term = (plan.epoch, plan.term) == (offered.epoch, offered.term)
-        if not same_term or plan.revision < offered.revision or plan == offered:
-            raise RemoteProtocolError("the plan it holds does not supersede this one", "wrong_plan")
-        if offered == self._plan:
-            log.warning("plan_was_lost", revision=plan.revision, offered=offered.revision)
-            self._revision_max = max(self._revision_max, plan.revision)
-            self._is_plan_superseded = True
-            self._note_change()
-        return RemoteProtocolError(f"it holds another plan, of revision {plan.revision}", "stale_plan")
-
-    async def _keep_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
-        """Bring one member to serving, and back to it whenever its connection is lost."""
-        failures = refusals = 0
-        while True:
-            member = self._roster.get(node_id)
-            if member is None or not member.is_active:
-                failures = refusals = 0
-                await self._wait_holder(node_id)
+            reign = self._reign
+            if reign is None:
+                await self._wait_change()
                 continue
-            started = self._now()
             try:
-                await self._connect_holder(engine, plan, node_id)
-                refusals = 0
-                await self._wait_holder(node_id)
-            except (RemoteProtocolError, KvasirError) as error:
-                if engine.has_ended:
-                    return
-                self._roster.set_state(node_id, "unreachable", str(error))
-                member.failure = str(error)
-                log.warning("holder_not_connected", node=node_id, reason=str(error))
-                if not (isinstance(error, RemoteProtocolError) and error.code == "stale_plan"):
-                    refusals += 1
-                if refusals == OFFERS_REFUSED_MAX:
-                    log.warning("member_unfit", node=node_id, reason=str(error))
-                    self._roster.note_unfit(node_id, self._now())
-            failures = 1 if between(started, self._now()) > STEADY_AFTER else failures + 1
-            if member.state == "unreachable":
-                self._note_change()
-                with trio.move_on_after(retry_delay_s(failures, _RETRY_DELAY_FIRST_S, _RETRY_DELAY_MAX_S)):
-                    await self._wait_holder(node_id)
+                async with open_unwrapping_nursery() as nursery:
+                    self._reign_scope = nursery.cancel_scope
+                    if self._reign is not reign:
+                        continue
+                    nursery.start_soon(self._keep_own_shard, engine, reign)
+                    nursery.start_soon(self._keep_holders, engine, reign, nursery)
+            finally:
+                self._reign_scope = None
 
-    async def _connect_holder(self, engine: EnginePort, plan: Plan, node_id: NodeId) -> None:
-        swarm_digest, proof = self._founding.swarm.digest, self._founding.proof
-        shard = plan.shard_of(node_id)
-        self._roster.set_state(node_id, "loading", "it loads its shard")
-        member = self._roster.get(node_id)
-        if member is not None and member.record.addresses:
-            # Checked when it joined: each of them ends in its own id, which the host makes it prove.
-            await self._host.connect(member.record.addresses)
+    async def _keep_holders(self, engine: EnginePort, reign: _Reign, nursery: trio.Nursery) -> None:
+        """Connect whoever is ready, and let go of whoever is superfluous: first the one, then the other."""
+        while True:
+            now = self._now()
+            if reign.plan is not None and self._proof[0] == reign.version:
+                for row in self._holders.due(now):
+                    attempt = self._holders.begin(row, now)
+                    nursery.start_soon(self._connect_holder, engine, reign, row, attempt)
+                for node_id in self._holders.superfluous(reign.plan, self._node_id, self._own.shard):
+                    self._holders.forget(node_id)
+                    self._tell_removal(node_id, "the plan names it no more")
+                    log.info("holder_let_go", node=node_id, revision=reign.plan.revision)
+            due_at = self._holders.next_due()
+            wait_s = max(0.0, in_seconds(between(self._now(), due_at))) if due_at is not None else None
+            with trio.move_on_after(wait_s) if wait_s is not None else contextlib.nullcontext():
+                await self._wait_change()
+
+    async def _connect_holder(
+        self, engine: EnginePort, reign: _Reign, row: HolderConnection, attempt: int
+    ) -> None:
+        """One attempt to have the engine ask this holder for what the plan gives it."""
+        share, plan = row.wanted, reign.plan
+        assert plan is not None
+        try:
+            lost = await self._dial(engine, row.node_id, share)
+        except (RemoteProtocolError, KvasirError) as error:
+            if engine.has_ended or not self._holders.is_current(row, attempt):
+                return
+            log.warning("holder_not_connected", node=row.node_id, reason=str(error))
+            # An older connection is not trusted either: its holder is in trouble, or has another engine.
+            self._tell_removal(row.node_id, str(error))
+            self._lose_connection(row.node_id, error.code, str(error), is_engines_word=False)
+            return
+        if not self._holders.is_current(row, attempt):
+            if lost is None and (self._holders.get(row.node_id) is not row or row.connected is None):
+                self._tell_removal(row.node_id, "something happened to it while it was being connected")
+            return
+        if lost is not None:
+            self._lose_connection(row.node_id, lost.code, lost.reason, is_engines_word=True)
+            return
+        record = self._core.record_of(row.node_id)
+        self._holders.note_connected(row, share, has_shown_shard=_shows(record, plan))
+        log.info("holder_connected", node=row.node_id, revision=plan.revision, experts=len(share.shard))
+        self._note_change()
+
+    async def _dial(self, engine: EnginePort, node_id: NodeId, share: Share) -> HolderLost | None:
+        """Ask a holder for its engine's address and have ours connect to it; why that failed, if it did.
+
+        Raises `TransportUnavailable` and `RemoteProtocolError` where the holder cannot be asked or refuses.
+        """
+        proof = self._proof[1]
+        if not self._host.is_connected(node_id):
+            record = self._core.record_of(node_id)
+            addresses = [
+                each for each in (record.addresses if record else ()) if each.endswith(f"/{node_id}")
+            ]
+            if addresses:
+                await self._host.connect(addresses)
         stream = await self._host.open_stream(node_id)
         try:
-            accept = await ask(
-                stream, PlanOffer(self._signed_plan, proof), (PlanAccept, PlanSuperseded), LOAD_TIMEOUT_S
-            )
-            if isinstance(accept, PlanSuperseded):
-                raise self._go_on_above(accept.plan, plan)
-            assert isinstance(accept, PlanAccept)
-            if member is not None:
-                member.shard_bytes = accept.memory_bytes
-            if accept.shard_digest != shard.digest() or accept.revision != plan.revision:
-                raise RemoteProtocolError("it accepted another shard than was offered", "wrong_shard")
             grant = await ask(
                 stream, DataRequest(engine.certificate, "backbone", proof), DataGrant, CONNECT_TIMEOUT_S
             )
         finally:
             await stream.close()
-        verify_engine_certificate(grant.engine_certificate, swarm_digest, node_id, "worker")
+        verify_engine_certificate(grant.engine_certificate, self._swarm.digest, node_id, "worker")
         request = ConnectHolder(
             node_id=node_id,
             host=grant.host,
             port=grant.port,
             token=grant.token,
             certificate=grant.engine_certificate,
-            shard=shard.encode(),
-            primary=plan.primary_shard_of(node_id).encode(),
+            shard=share.shard.encode(),
+            primary=share.primary.encode(),
             proof=proof,
         )
-        self._holder_events[node_id] = trio.Event()
+        self._to_tell.pop(("holder", node_id), None)  # a removal that this connection would not survive
         reply = await engine.exchange(
             request,
             (HolderConnected, HolderLost),
             CONNECT_TIMEOUT_S,
             where=lambda each: each.node_id == node_id,
         )
-        if isinstance(reply, HolderLost):
-            self._roster.holder_lost(node_id, reply.code, reply.reason)
-            raise RemoteProtocolError(reply.reason, reply.code)
-        if self._holder_events[node_id].is_set() or plan is not self._plan:
-            return  # it was lost again, joined anew, or got another plan, before this task had its turn
-        self._roster.set_state(node_id, "serving")
-        if member is not None:
-            member.failure = ""
-        log.info("holder_connected", node=node_id, revision=plan.revision, experts=len(shard))
-        self._note_change()
+        return reply if isinstance(reply, HolderLost) else None
+
+    def _lose_connection(self, node_id: NodeId, code: str, reason: str, *, is_engines_word: bool) -> None:
+        """A connection broke, or could not be made: the core is told, so that the plan is offered again."""
+        is_known = self._holders.note_lost(
+            node_id, code, reason, self._now(), is_engines_word=is_engines_word
+        )
+        if not is_known:
+            return
+        self._note_holder_lost(node_id, code, reason)
+        self._core.command(HolderFailed(node_id, as_sentence(f"{code}: {reason}")))
+
+    # -- this node's own experts -------------------------------------------------------------------
+
+    async def _keep_own_shard(self, engine: EnginePort, reign: _Reign) -> None:
+        """Hold what the plan gives this node itself, plan after plan, and tell the core of each."""
+        while True:
+            plan = reign.plan
+            if plan is None:
+                await self._wait_change()
+                continue
+            version = (plan.epoch, plan.term, plan.revision)
+            retry_s: float | None = None
+            try:
+                memory_bytes = await self._hold(engine, plan)
+            except _NotHeld as error:
+                log.error("own_shard_refused", revision=plan.revision, code=error.code, reason=str(error))
+                self._note_error(str(error))
+                self._core.command(
+                    ShardRefused(*version, error.code, str(error), error.need_bytes, error.have_bytes)
+                )
+                retry_s = None if error.need_bytes else OWN_RETRY_S
+            else:
+                self._core.command(ShardLoaded(*version, memory_bytes))
+            self._note_change()
+            with trio.move_on_after(retry_s) if retry_s is not None else contextlib.nullcontext():
+                while reign.plan is plan:
+                    await self._wait_change()
+
+    async def _hold(self, engine: EnginePort, plan: Plan) -> int:
+        """Have the engine hold what this plan gives this node; its bytes. Raises `_NotHeld`."""
+        share = Share.of(plan, self._node_id)
+        if share == self._own:
+            return self._own_memory_bytes
+        if not len(share.shard):
+            self._own, self._own_memory_bytes = NO_SHARE, 0
+            self._tell_removal(self._node_id, "the plan gives it nothing")
+            return 0
+        need, have = self._model.manifest.shard_size_bytes(share.shard), self._settings.memory_bytes
+        if need > have:
+            reason = f"its own shard needs {need >> 20} MiB and {have >> 20} MiB are offered"
+            raise _NotHeld("no_memory", reason, need, have)
+        request = LoadOwnShard(
+            engine.next_request(),
+            self._node_id,
+            str(self._model.source_path),
+            share.shard.encode(),
+            share.primary.encode(),
+            self._settings.n_threads,
+        )
+        self._to_tell.pop(("holder", self._node_id), None)  # a removal that these would not survive
+        try:
+            loaded = await engine.exchange(request, OwnShardLoaded, LOAD_TIMEOUT_S)
+        except (KvasirError, ProtocolError) as error:
+            code = error.code if isinstance(error, KvasirError | RemoteProtocolError) else "shard_unusable"
+            raise _NotHeld(code, as_sentence(str(error))) from error
+        self._own, self._own_memory_bytes = share, loaded.memory_bytes
+        log.info("own_shard_loaded", revision=plan.revision, experts=len(share.shard))
+        return loaded.memory_bytes
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -710,7 +807,7 @@ class BackboneDuty:
         self._note_change()
 
     def _note_change(self) -> None:
-        if self.state()[0] == "ready" and not self._plan_failures:
+        if self.state()[0] in ("ready", "standby"):
             self._last_error.note_ready()
         self._changed.set()
         self._changed = trio.Event()
@@ -718,11 +815,10 @@ class BackboneDuty:
     async def _wait_change(self) -> None:
         await self._changed.wait()
 
-    def _wake_holder(self, node_id: NodeId) -> None:
-        if node_id in self._holder_events:
-            self._holder_events[node_id].set()
 
-    async def _wait_holder(self, node_id: NodeId) -> None:
-        """Wait until something happened to this member's connection or membership."""
-        await self._holder_events[node_id].wait()
-        self._holder_events[node_id] = trio.Event()
+def _shows(record: CapabilityRecord | None, plan: Plan) -> bool:
+    """Whether a holder's record says that it holds its shard of this very plan."""
+    held = record.held if record is not None else None
+    if held is None:
+        return False
+    return (held.epoch, held.term, held.revision) == (plan.epoch, plan.term, plan.revision)

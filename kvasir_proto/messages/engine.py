@@ -298,6 +298,34 @@ class RemoveHolder:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOwnShard:
+    """Hold these experts of the trunk's model in this process and serve them as `node_id`'s own.
+
+    They take the place of those held before, between two layer calls; what both sets share is loaded anew
+    unless the sets are equal. For those in `primary` no other holder is asked first. `RemoveHolder` with that
+    `node_id` drops them. A load that a newer one or a `RemoveHolder` overtook is answered with a fault.
+    """
+
+    kind: ClassVar[str] = "load_own_shard"
+    request: Sequence63
+    node_id: NodeIdField
+    source_path: FilePath
+    shard: ShardBytes
+    primary: ShardBytes
+    threads: ThreadCount
+
+
+@dataclass(frozen=True, slots=True)
+class OwnShardLoaded:
+    """The answer to `LoadOwnShard`: the memory its weights take, and the digest of the set that was loaded."""
+
+    kind: ClassVar[str] = "own_shard_loaded"
+    request: Sequence63
+    memory_bytes: Count
+    shard_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class Tokenize:
     """Asks for the token ids that a session would make of this prompt."""
 
@@ -420,6 +448,8 @@ EngineMessage: TypeAlias = (
     | HolderConnected
     | HolderLost
     | RemoveHolder
+    | LoadOwnShard
+    | OwnShardLoaded
     | Tokenize
     | Tokenized
     | Generate
