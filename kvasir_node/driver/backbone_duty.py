@@ -1,8 +1,8 @@
 """This node as backbone: an engine with the trunk, and, while its core holds a lease, holders and sessions.
 
 The core decides who is the backbone, until when, and who holds what; this duty makes it so. It tells the
-engine the lease, connects the holders of the core's plan, holds what the plan gives this node itself, and puts
-clients' sessions through. A reign lasts from the first `LeaseHeld` until the lease is lost: nothing is
+engine the lease, connects the holders of the core's plan, holds what the plan gives this node itself, and
+puts clients' sessions through. A reign lasts from the first `LeaseHeld` until the lease is lost: nothing is
 sampled after it and nothing sent to holders. Before it a standby has everything ready that needs no lease.
 Which expert runs where, who is alive and who may vote is not known here; rows never pass here.
 """
@@ -157,7 +157,7 @@ class BackboneDuty:
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``find_backbone_file`` gives the model's backbone file, verified; it is asked before each engine."""
+        """``find_backbone_file`` gives the model's backbone file, verified; each engine asks for it."""
         self._node_id = node_id_of(node_key.public_key().public_bytes_raw())
         self._swarm = swarm
         self._model = model

@@ -2,7 +2,7 @@
 
 A plain table with rules about state, apart from all I/O, so that what a lost connection, a faulty row or a
 holder's word means can be read and tested in one place. Who is alive is membership's affair, who shall hold
-what is placement's; a holder that computed wrongly is not connected again by this backbone as long as it runs.
+what is placement's. A holder that computed wrongly is not connected again as long as this process runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "un
 
 QUARANTINED_MAX: Final = 1024
 """Nodes remembered as faulty beside those of the plan; the one found first goes first."""
+
+_LONG_AGO: Final = Instant(0)
 
 RETRY_DELAY_FIRST_S: Final = 1.0
 RETRY_DELAY_MAX_S: Final = 15.0
@@ -69,9 +71,9 @@ class HolderConnection:
     is_connecting: bool = False
     failures: int = 0
     """Losses and failed attempts in a row."""
-    began: Instant = Instant(0)
+    began: Instant = _LONG_AGO
     """When it was last tried."""
-    retry_at: Instant = Instant(0)
+    retry_at: Instant = _LONG_AGO
 
     @property
     def is_due(self) -> bool:
@@ -154,15 +156,15 @@ class HolderConnections:
                 row.state, row.reason = "refused", f"{code}: {reason}"
 
     def note_gone(self, node_id: NodeId, reason: str) -> bool:
-        """It is dead, has left, or has lost its shard: it is asked for nothing more. Whether it is in the table.
+        """It is dead, has left, or has lost its shard: it is asked for nothing more.
 
-        Its next word that it serves is believed at once.
+        Its next word that it serves is believed at once. Whether it is in the table, and not quarantined.
         """
         row = self._rows.get(node_id)
         if row is None or row.state == "quarantined":
             return False
         self._disconnect(row)
-        row.is_ready, row.failures, row.retry_at = False, 0, Instant(0)
+        row.is_ready, row.failures, row.retry_at = False, 0, _LONG_AGO
         row.state, row.reason = "unreachable", reason
         return True
 
@@ -189,7 +191,7 @@ class HolderConnections:
         return self._rows.get(row.node_id) is row and row.attempt == attempt
 
     def note_connected(self, row: HolderConnection, share: Share, *, has_shown_shard: bool) -> None:
-        """The engine asks it for this share from now on. Its record may have said already that it holds it."""
+        """The engine asks it for this share from now on; its record may have said that it holds it."""
         row.is_connecting = False
         row.connected, row.has_shown_shard = share, has_shown_shard
         row.state, row.reason = "serving", ""
@@ -197,7 +199,7 @@ class HolderConnections:
     def note_lost(
         self, node_id: NodeId, code: str, reason: str, now: Instant, *, is_engines_word: bool
     ) -> bool:
-        """Its data connection broke or could not be made; whether it is in the table.
+        """Its data connection broke or could not be made; whether it is in the table, and not quarantined.
 
         ``is_engines_word``: the engine has seen it on the data connection, where some codes tell of a holder
         that computes or speaks wrongly. That one is quarantined, others are tried again after a delay that

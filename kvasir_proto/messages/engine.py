@@ -317,7 +317,7 @@ class LoadOwnShard:
 
 @dataclass(frozen=True, slots=True)
 class OwnShardLoaded:
-    """The answer to `LoadOwnShard`: the memory its weights take, and the digest of the set that was loaded."""
+    """The answer to `LoadOwnShard`: the memory its weights take, and the digest of the loaded set."""
 
     kind: ClassVar[str] = "own_shard_loaded"
     request: Sequence63
