@@ -202,7 +202,6 @@ class NodeDuty:
     def _make_duties(self, swarm: FoundedSwarm, model: StoredModel, core: CoreDriver) -> None:
         start_engine = self._start_engine(swarm.digest)
         self._holder = HolderDuty(
-            node_key=self._node_key,
             swarm=swarm,
             model=model,
             core=core,
