@@ -588,6 +588,8 @@ class BackboneDuty:
     def _forget_engine(self) -> None:
         self._engine = self._trunk = None
         self._to_tell.clear()
+        if self._reign_scope is not None:
+            self._reign_scope.cancel()
         for session in self._sessions.values():
             session.tokens.close()
         self._holders.disconnect_all("the backbone engine has ended")
@@ -628,7 +630,7 @@ class BackboneDuty:
 
     async def _serve_reigns(self, engine: EnginePort) -> None:
         """Serve one reign after another on this engine."""
-        while True:
+        while engine is self._engine:
             reign = self._reign
             if reign is None:
                 await self._wait_change()
@@ -645,20 +647,28 @@ class BackboneDuty:
 
     async def _keep_holders(self, engine: EnginePort, reign: _Reign, nursery: trio.Nursery) -> None:
         """Connect whoever is ready, and let go of whoever is superfluous: first the one, then the other."""
-        while True:
-            now = self._now()
+        while engine is self._engine:
+            now, due_at = self._now(), None
             if reign.plan is not None and self._proof[0] == reign.version:
                 for row in self._holders.due(now):
                     attempt = self._holders.begin(row, now)
-                    nursery.start_soon(self._connect_holder, engine, reign, row, attempt)
+                    nursery.start_soon(self._try_holder, engine, reign, row, attempt)
                 for node_id in self._holders.superfluous(reign.plan, self._node_id, self._own.shard):
                     self._holders.forget(node_id)
                     self._tell_removal(node_id, "the plan names it no more")
                     log.info("holder_let_go", node=node_id, revision=reign.plan.revision)
-            due_at = self._holders.next_due()
+                due_at = self._holders.next_due()
             wait_s = max(0.0, in_seconds(between(self._now(), due_at))) if due_at is not None else None
             with trio.move_on_after(wait_s) if wait_s is not None else contextlib.nullcontext():
                 await self._wait_change()
+
+    async def _try_holder(
+        self, engine: EnginePort, reign: _Reign, row: HolderConnection, attempt: int
+    ) -> None:
+        try:
+            await self._connect_holder(engine, reign, row, attempt)
+        finally:
+            self._holders.end(row, attempt)
 
     async def _connect_holder(
         self, engine: EnginePort, reign: _Reign, row: HolderConnection, attempt: int
@@ -752,6 +762,8 @@ class BackboneDuty:
             try:
                 memory_bytes = await self._hold(engine, plan)
             except _NotHeld as error:
+                if engine.has_ended:
+                    return  # the next one is told
                 log.error("own_shard_refused", revision=plan.revision, code=error.code, reason=str(error))
                 self._note_error(str(error))
                 self._core.command(

@@ -144,7 +144,7 @@ class HolderConnections:
             return
         row.is_renewed = row.is_ready and row.connected is not None
         row.is_ready, row.memory_bytes = True, memory_bytes
-        if row.connected is None:
+        if row.connected is None and not row.failures:
             row.state, row.reason = "loading", "it is being connected"
 
     def note_refused(self, node_id: NodeId, code: str, reason: str) -> None:
@@ -186,13 +186,17 @@ class HolderConnections:
         row.is_connecting, row.is_renewed, row.began = True, False, now
         return row.attempt
 
+    def end(self, row: HolderConnection, attempt: int) -> None:
+        """The attempt is over, or was broken off."""
+        if self.is_current(row, attempt):
+            row.is_connecting = False
+
     def is_current(self, row: HolderConnection, attempt: int) -> bool:
         """Whether nothing has made this attempt pointless."""
         return self._rows.get(row.node_id) is row and row.attempt == attempt
 
     def note_connected(self, row: HolderConnection, share: Share, *, has_shown_shard: bool) -> None:
         """The engine asks it for this share from now on; its record may have said that it holds it."""
-        row.is_connecting = False
         row.connected, row.has_shown_shard = share, has_shown_shard
         row.state, row.reason = "serving", ""
 

@@ -1,4 +1,4 @@
-"""The backbone's duty among twins on a mock clock: who serves, who does not, and what becomes of sessions."""
+"""The backbone's duty among twins on a mock clock: when it reigns, who serves, what becomes of sessions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from kvasir_node import __version__
-from kvasir_node.driver.backbone_duty import LEASE_NS, LEASE_RENEWAL_S, SESSIONS_WAITING_MAX
-from kvasir_node.driver.conversation import ask, hear, tell
-from kvasir_node.driver.roster import FORGOTTEN_AFTER, LOST_AFTER
+from kvasir_node.driver.backbone_duty import (
+    ENGINE_KEPT_S,
+    OWN_RETRY_S,
+    RELEASE_TIMEOUT_S,
+    SESSIONS_WAITING_MAX,
+)
 from kvasir_node.model.store import StoredModel
-from kvasir_proto.capability import CapabilityRecord
-from kvasir_proto.codec import encode
+from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import (
-    ConfigurationInvalid,
     DiskFull,
     EngineFailed,
     IncompatibleVersion,
-    KvasirError,
     ModelAborted,
     ModelUnusable,
     NotReady,
     RemoteProtocolError,
     UsageError,
 )
-from kvasir_proto.instants import WallTime, after, seconds
+from kvasir_proto.instants import after, milliseconds
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     CancelSession,
     ConnectHolder,
     EngineFault,
+    EngineMessage,
     EvaluateLogits,
     Generate,
     HolderConnected,
-    LoadShard,
+    LoadOwnShard,
     LoadTrunk,
     QueryStatistics,
     RemoveHolder,
@@ -49,134 +50,182 @@ from kvasir_proto.messages.engine import (
     TokenEmitted,
 )
 from kvasir_proto.messages.local import EvaluateRequest, GenerateRequest
-from kvasir_proto.messages.swarm import (
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    Refusal,
-    Welcome,
+from kvasir_proto.node_core import (
+    HolderFailed,
+    HolderReady,
+    PlanReceived,
+    ShardLoaded,
+    ShardLost,
+    ShardRefused,
 )
-from kvasir_proto.placement.plan import open_plan
 from kvasir_proto.sampling import Sampling
-from kvasir_proto.signing import sign_message
-from tests.node.driver.memory_network import MemoryHost, MemoryStream
-from tests.node.driver.twins import (
-    TwinEngine,
-    TwinFounder,
-    TwinWorker,
-    World,
-    node_key,
-    node_of,
-    open_world,
-    until,
-    wait_engines,
-    wait_state,
-    wall_time,
+from tests.node.driver.backbone_world import (
+    LEASE,
+    RENEWAL_S,
+    TwinBackbone,
+    serving_backbone,
 )
+from tests.node.driver.twins import TwinEngine, World, node_key, node_of, now, open_world, until
 
 REPORT_KEYS = {
-    *("epoch", "term", "backbone", "ranks", "swarm", "model", "plan", "members", "engine", "sessions"),
-    *("compact_activations", "partial_sums"),
-    *("rows_retried_total", "last_error", "last_error_at", "last_error_recovered"),
+    *("is_backbone", "lease_left_s", "plan", "holders", "own", "engine", "sessions", "rows_retried_total"),
+    *("last_error", "last_error_at", "last_error_recovered"),
 }
-MEMBER_KEYS = {
-    *("node_id", "state", "reason", "backend", "device", "accumulation", "memory_bytes"),
-    *("ranks", "shard_bytes", "shards"),
-    "last_seen_s",
+HOLDER_KEYS = {
+    *("node_id", "state", "reason", "n_experts", "n_experts_connected", "shard_bytes", "failures"),
 }
+SOON_S = 0.3
+"""Far less than anything here waits for on purpose, more than a message takes."""
 
 
 def text(n_tokens: int = 3) -> GenerateRequest:
     return GenerateRequest("hello", (), n_tokens, Sampling())
 
 
+def logits() -> EvaluateRequest:
+    return EvaluateRequest((1, 2), (2,), "/nowhere.npy")
+
+
 async def ignore(_token: TokenEmitted) -> None:
     await trio.lowlevel.checkpoint()
 
 
-async def ready_swarm(world: World, n_workers: int, **settings: Any) -> tuple[TwinFounder, list[TwinWorker]]:
-    founder = world.found(workers_min=n_workers, **settings)
-    workers = [world.join(each + 1, founder) for each in range(n_workers)]
-    await until(lambda: founder.state == "ready")
-    return founder, workers
+async def start_session(
+    world: World,
+    backbone: TwinBackbone,
+    n_tokens: int = 5,
+    emit: Callable[[TokenEmitted], Awaitable[None]] = ignore,
+) -> list[SessionEnded | BaseException]:
+    """A session that runs until the test ends it; what became of it is put in the list."""
+    outcome: list[SessionEnded | BaseException] = []
+
+    async def run() -> None:
+        try:
+            outcome.append(await backbone.duty.generate(text(n_tokens), emit))
+        except Exception as error:
+            outcome.append(error)
+
+    before = backbone.engine.count(Generate)
+    world.nursery.start_soon(run)
+    await until(lambda: backbone.engine.count(Generate) > before)
+    return outcome
+
+
+def pause_sessions(backbone: TwinBackbone) -> TwinEngine:
+    """From now on sessions give one token and then nothing."""
+    backbone.engine.n_tokens_emitted_max = 1
+    return backbone.engine
+
+
+def of_kind(engine: TwinEngine, *kinds: type[Any]) -> list[EngineMessage]:
+    """What an engine was told of these kinds, in order."""
+    return [each for each in engine.received if isinstance(each, kinds)]
 
 
 # -- coming up -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3, 5])
-async def test_workers_join_are_given_a_plan_and_serve_it(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, n_workers: int
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, n_workers)
-        plan = open_plan(founder.disk.plan or b"", founder.founding.swarm.digest, founder.node_id)
-        assert (plan.epoch, plan.term, plan.revision) == (0, 1, 1)
-        assert plan.coverage().holders_min == max(1, min(2, n_workers - 1))
-        connected = founder.engines.last.connected
-        assert set(connected) == {each.node_id for each in workers}
-        for worker in workers:
-            await wait_state(worker, "ready")
-            assert founder.member(worker)["state"] == "serving"
-            assert connected[worker.node_id].shard == plan.shard_of(worker.node_id).encode()
-            assert connected[worker.node_id].primary == plan.primary_shard_of(worker.node_id).encode()
-            loaded = [each for each in worker.engines.last.received if isinstance(each, LoadShard)]
-            assert [each.shard for each in loaded] == [plan.shard_of(worker.node_id).encode()]
-
-
-async def test_below_the_wanted_number_of_workers_there_is_no_plan(
+async def test_a_standby_is_loaded_before_any_lease_and_serves_with_the_first(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=3)
-        workers = [world.join(each, founder) for each in (1, 2)]
-        await until(lambda: founder.duty.state() == ("joining", "2 of 3 workers have joined"))
+        backbone = TwinBackbone(world)
+        holders = backbone.add_holders(2)
+        for each in holders:
+            each.load_s = 0.0  # they held the same under the backbone before
+        await until(lambda: backbone.state == "standby")
         await trio.sleep(60.0)
-        assert founder.revision == 0
-        assert all(each.engines.last.count(LoadShard) == 0 for each in workers)
-        world.join(3, founder)
-        await until(lambda: founder.state == "ready")
-        assert founder.revision == 1
+        assert [type(each) for each in backbone.engine.received if not isinstance(each, QueryStatistics)] == [
+            LoadTrunk
+        ], "a standby knows no lease and no holder"
+        started = trio.current_time()
+        backbone.elect()
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        assert trio.current_time() - started < 0.5
+        assert len(backbone.engines.all) == 1
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
-async def test_no_worker_is_waited_for_and_none_comes(
+async def test_without_standby_there_is_an_engine_only_while_it_is_needed(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=0)
-        await trio.sleep(30.0)
-        assert founder.state == "joining"
-        world.join(1, founder)
-        await until(lambda: founder.state == "ready")
+        backbone = TwinBackbone(world, standby=False)
+        holders = backbone.add_holders(1)
+        await trio.sleep(60.0)
+        assert backbone.duty.state() == ("idle", "it holds no lease")
+        assert backbone.engines.all == []
+        backbone.elect()
+        backbone.issue(backbone.make(*holders))
+        assert backbone.state == "starting"
+        await until(lambda: backbone.state == "ready")
+        backbone.lose()
+        await trio.sleep(ENGINE_KEPT_S - 5.0)
+        backbone.elect(2)
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        await trio.sleep(2 * ENGINE_KEPT_S)
+        assert len(backbone.engines.all) == 1, "a lease that is won back finds the engine there"
+        backbone.lose()
+        await trio.sleep(ENGINE_KEPT_S - 5.0)
+        assert backbone.engine.is_alive
+        await trio.sleep(10.0)
+        assert not backbone.engine.is_alive
+        assert backbone.state == "idle"
+        backbone.elect(3)
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        assert len(backbone.engines.all) == 2
+
+
+@pytest.mark.parametrize("n_holders", [1, 2, 3, 5])
+async def test_the_holders_of_the_plan_are_connected_for_what_it_gives_them(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, n_holders: int
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, n_holders)
+        plan = backbone.plan
+        assert plan is not None
+        connected = backbone.engine.connected
+        assert set(connected) == {each.node_id for each in holders}
+        for holder in holders:
+            assert backbone.line(holder)["state"] == "serving"
+            assert connected[holder.node_id].shard == plan.shard_of(holder.node_id).encode()
+            assert connected[holder.node_id].primary == plan.primary_shard_of(holder.node_id).encode()
+        assert not backbone.core.commanded(HolderFailed)
+        assert backbone.duty.report()["plan"]["coverage"] == 1.0
 
 
 async def test_the_report_is_complete_in_every_state(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=2)
+        backbone = TwinBackbone(world)
+        holders = backbone.add_holders(3)
         seen: dict[str, None] = {}
 
-        def check() -> bool:
-            report = founder.duty.report()
+        def check(state: str) -> bool:
+            report = backbone.duty.report()
             assert set(report) == REPORT_KEYS
-            assert all(set(each) == MEMBER_KEYS for each in report["members"])
-            state, reason = founder.duty.state()
-            assert state == "ready" or reason
-            seen[state] = None
-            return state == "ready"
+            assert all(set(each) == HOLDER_KEYS for each in report["holders"])
+            assert backbone.state == "ready" or backbone.reason
+            assert report["is_backbone"] == (report["lease_left_s"] is not None)
+            seen[backbone.state] = None
+            return backbone.state == state
 
-        check()
-        world.join(1, founder)
-        await until(lambda: check() or "joining" in seen)
-        second = world.join(2, founder)
-        await until(check)
-        await second.crash()
-        await until(lambda: check() is False)
-        assert list(seen) == ["starting", "joining", "ready"]
+        check("starting")
+        await until(lambda: check("standby"))
+        backbone.elect()
+        check("joining")
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: check("ready"))
+        backbone.see(holders[0], "dead")
+        await until(lambda: check("degraded"))
+        backbone.lose("its lease ran out")
+        check("standby")
+        assert backbone.reason == "its lease ran out"
+        assert list(seen) == ["starting", "standby", "joining", "ready", "degraded"]
 
 
 @pytest.mark.parametrize("rule", ["compact_activations", "partial_sums"])
@@ -184,24 +233,66 @@ async def test_the_engine_is_told_what_the_swarm_was_founded_with(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path, rule: str
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(rules={rule: True})
-        await until(lambda: bool(founder.engines.all) and founder.engines.last.count(LoadTrunk) == 1)
-        (trunk,) = (each for each in founder.engines.last.received if isinstance(each, LoadTrunk))
+        backbone = TwinBackbone(world, rules={rule: True})
+        await until(lambda: backbone.state == "standby")
+        (trunk,) = (each for each in backbone.engine.received if isinstance(each, LoadTrunk))
         told = {"compact_activations": trunk.compact_activations, "partial_sums": trunk.partial_sums}
         assert [name for name, is_on in told.items() if is_on] == [rule]
 
 
-async def test_a_model_that_cannot_be_loaded_ends_the_node(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+POINTLESS = {
+    "the model cannot be loaded": ModelUnusable,
+    "the backbone file is damaged": ModelUnusable,
+    "the disk is full": DiskFull,
+    "another build": IncompatibleVersion,
+}
+
+
+def spoil(backbone: TwinBackbone, case: str) -> None:
+    fault = EngineFault(None, "model_unusable", case, ModelUnusable.exit_code)
+    if case == "the model cannot be loaded":
+        backbone.engines.before_start = lambda engine: engine.refusals.update({LoadTrunk: fault})
+    elif case == "the backbone file is damaged":
+        backbone.backbone_file_error = ModelUnusable(case)
+    elif case == "the disk is full":
+        backbone.generation_error = DiskFull(case)
+    else:
+        backbone.engines.failure = IncompatibleVersion(case)
+
+
+def mend(backbone: TwinBackbone) -> None:
+    backbone.engines.before_start = lambda _engine: None
+    backbone.backbone_file_error = backbone.generation_error = backbone.engines.failure = None
+
+
+@pytest.mark.parametrize("case", POINTLESS)
+async def test_what_makes_a_first_start_pointless_ends_a_standby(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, case: str
 ) -> None:
     async with trio.open_nursery() as nursery:
-        world = World(nursery, model, tmp_path)
-        founder = world.found()
-        fault = EngineFault(None, "model_unusable", "the file is damaged", ModelUnusable.exit_code)
-        founder.engines.before_start = lambda engine: engine.refusals.update({LoadTrunk: fault})
-        await until(lambda: founder.has_ended)
-        assert isinstance(founder.failure, ModelUnusable)
-        assert not founder.engines.last.is_alive
+        backbone = TwinBackbone(World(nursery, model, tmp_path))
+        spoil(backbone, case)
+        await until(lambda: backbone.life.has_ended)
+        assert isinstance(backbone.life.error, POINTLESS[case])
+        assert case in str(backbone.life.error)
+        assert not any(each.is_alive for each in backbone.engines.all)
+
+
+@pytest.mark.parametrize("case", POINTLESS)
+async def test_the_same_trouble_is_waited_out_where_the_engine_starts_later(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, case: str
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world, standby=False)
+        holders = backbone.add_holders(1)
+        spoil(backbone, case)
+        backbone.elect()
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.reason == case)
+        assert backbone.state == "starting"
+        await trio.sleep(60.0)
+        mend(backbone)
+        await until(lambda: backbone.state == "ready")
 
 
 async def test_the_backbone_file_is_asked_for_before_each_engine(
@@ -209,486 +300,858 @@ async def test_the_backbone_file_is_asked_for_before_each_engine(
 ) -> None:
     damage = ModelUnusable("backbone.gguf is damaged")
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        founder.backbone_file_error = damage
-        n_engine = len(founder.engines.all)
-        founder.engines.last.die()
-        await until(lambda: str(damage) in founder.duty.report()["last_error"])
-        assert len(founder.engines.all) == n_engine, "no engine is started on a damaged file"
-        founder.backbone_file_error = None
-        await until(lambda: founder.state == "ready")
-        assert len(founder.engines.all) == n_engine + 1
-
-    async with trio.open_nursery() as nursery:
-        founder = World(nursery, model, tmp_path / "second").found()
-        founder.backbone_file_error = damage
-        await until(lambda: founder.has_ended)
-        assert founder.failure is damage
+        backbone, _ = await serving_backbone(world, 1)
+        backbone.backbone_file_error = damage
+        n_engine = len(backbone.engines.all)
+        backbone.engine.die()
+        await until(lambda: str(damage) in backbone.duty.report()["last_error"])
+        assert len(backbone.engines.all) == n_engine, "no engine is started on a damaged file"
+        backbone.backbone_file_error = None
+        await until(lambda: backbone.state == "ready")
+        assert len(backbone.engines.all) == n_engine + 1
 
 
-async def test_a_full_disk_at_the_start_ends_the_node(
+# -- the lease -------------------------------------------------------------------------------------
+
+
+async def test_every_lease_reaches_the_engine_in_time_and_as_it_is(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        world = World(nursery, model, tmp_path)
-        founder = world.found()
-        founder.disk.generation_error = DiskFull("engine-generation: No space left on device")
-        await until(lambda: founder.has_ended)
-        assert isinstance(founder.failure, DiskFull)
-        assert founder.failure.exit_code == 1
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        granted: list[int] = []
+        late: list[float] = []
+        take_event = backbone.duty.take_event
+
+        def watch(event: Any) -> None:
+            if isinstance(event, LeaseHeld):
+                granted.append(event.until)
+            take_event(event)
+
+        backbone.duty.take_event = watch  # type: ignore[method-assign]
+        before = len(backbone.engine.leases)
+        for _ in range(50):
+            await trio.sleep(RENEWAL_S)
+            late.append(now() + LEASE - backbone.engine.leases[-1].lease_end_boottime_ns)
+        told = [each.lease_end_boottime_ns for each in backbone.engine.leases[before:]]
+        assert told == granted[: len(told)], "nothing is added to what was granted, and nothing kept back"
+        assert len(told) >= 49
+        assert max(late) <= (RENEWAL_S + 0.01) * 1e9
+        assert {(each.epoch, each.term) for each in backbone.engine.leases} == {(0, 1)}
 
 
-@pytest.mark.parametrize("kind", [DiskFull, ConfigurationInvalid])
-async def test_a_plan_that_cannot_be_saved_is_not_announced_and_tried_again(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, kind: type[KvasirError]
+async def test_of_leases_that_wait_for_a_slow_engine_the_newest_is_told(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found()
-        founder.save_error = kind("plan cannot be written")
-        first = world.join(1, founder)
-        await until(lambda: founder.duty.state() == ("joining", "plan cannot be written"))
+        backbone, _ = await serving_backbone(world, 1)
+        duty = backbone.duty
+        for step in range(5):
+            duty.take_event(LeaseHeld(0, 1, after(now(), milliseconds(100 * step))))
+        before = len(backbone.engine.leases)
+        await trio.sleep(0.01)
+        assert len(backbone.engine.leases) == before + 1
+        assert backbone.engine.leases[-1].lease_end_boottime_ns >= now() + 390_000_000
+
+
+ENDS: dict[str, tuple[Callable[[TwinBackbone], None], str]] = {
+    "lease over": (lambda backbone: backbone.lose("lease over"), "lease over"),
+    "term void": (
+        lambda backbone: backbone.duty.take_event(TermVoided(0, 1)),
+        "there is evidence of a lie in (0, 1)",
+    ),
+    "another": (
+        lambda backbone: backbone.depose(2),
+        f"{node_of(node_key(99))} is the backbone of (0, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_the_end_of_a_reign_ends_sampling_holders_and_sessions(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, how: str
+) -> None:
+    end, reason = ENDS[how]
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 3)
+        engine = pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
+        (session,) = engine.sessions
+        heard = len(engine.received)
+        ended = trio.current_time()
+        end(backbone)
+        backbone.lose = lambda *_: None  # type: ignore[method-assign]
+        backbone._renewing.cancel()
+        await until(lambda: bool(outcome))
+        assert trio.current_time() - ended < SOON_S
+        assert isinstance(outcome[0], NotReady)
+        assert str(outcome[0]) == f"this node is no longer the backbone: {reason}"
+        assert (backbone.state, backbone.reason) == ("standby", reason)
+        await engine.emit(session, 1)
         await trio.sleep(60.0)
-        assert (founder.revision, first.engines.last.count(LoadShard)) == (0, 0)
-        assert founder.duty.report()["last_error_recovered"] is False
-        founder.save_error = None
-        await until(lambda: founder.state == "ready")
-        assert (founder.revision, founder.duty.report()["last_error_recovered"]) == (1, True)
+        told = [each for each in engine.received[heard:] if not isinstance(each, QueryStatistics)]
+        assert told[0] == SetLease(0, 1, 0), "sampling ends before anything else"
+        assert {type(each) for each in told[1:]} == {RemoveHolder, CancelSession}
+        removed = {each.node_id for each in told if isinstance(each, RemoveHolder)}
+        assert removed == {each.node_id for each in holders} | {backbone.node_id}
+        assert engine.connected == {}
+        assert not backbone.core.commanded(HolderFailed), "no holder has failed"
+        with pytest.raises(NotReady, match="this node is not the backbone"):
+            await backbone.duty.generate(text(), ignore)
 
 
-async def test_while_the_next_plan_cannot_be_saved_the_one_before_is_served(
+async def test_logits_of_a_reign_that_ended_meanwhile_are_refused_with_the_reason(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        founder.save_error = DiskFull("plan cannot be written")
-        connections = founder.engines.last.count(ConnectHolder)
-        newcomer = world.join(9, founder)
-        await until(lambda: founder.duty.report()["last_error"] == "plan cannot be written")
-        await trio.sleep(60.0)
-        assert founder.duty.report()["last_error_recovered"] is False
-        assert (founder.state, founder.revision, len(founder.engines.all)) == ("ready", 1, 1)
-        assert founder.engines.last.count(ConnectHolder) == connections, "its holders are left in peace"
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
-        founder.save_error = None
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        assert set(founder.engines.last.connected) == {each.node_id for each in [*workers, newcomer]}
-        assert founder.duty.report()["last_error_recovered"] is True
+        backbone, _ = await serving_backbone(world, 1)
+        engine = backbone.engine
+        engine.ignored.add(EvaluateLogits)
+        errors: list[Exception] = []
+
+        async def evaluate() -> None:
+            try:
+                await backbone.duty.evaluate(logits())
+            except NotReady as error:
+                errors.append(error)
+
+        world.nursery.start_soon(evaluate)
+        await until(lambda: engine.count(EvaluateLogits) == 1)
+        backbone.lose("no quorum")
+        (request,) = (each for each in engine.received if isinstance(each, EvaluateLogits))
+        await engine.say(EngineFault(request.request, "no_holder_left", "no holder is left", 1))
+        await until(lambda: bool(errors))
+        assert str(errors[0]) == "this node is no longer the backbone: no quorum"
 
 
-async def test_a_worker_that_cannot_load_is_named_with_its_reason_and_then_left_out(
+@pytest.mark.parametrize(
+    "event", [LeaseLost(0, 7, "of another term"), TermVoided(0, 7), "an older term", "its own term again"]
+)
+async def test_what_is_said_of_other_terms_ends_nothing(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, event: Any
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        holders = backbone.add_holders(1)
+        backbone.elect(5)
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        before = backbone.engine.count(ConnectHolder)
+        if event == "an older term":
+            proven, proof = backbone.prove(4, node_of(node_key(99)))
+        else:
+            proven, proof = backbone.prove(5)
+        if isinstance(event, str):
+            event = TermFollowed(proven, proof)
+        backbone.duty.take_event(event)
+        await trio.sleep(10.0)
+        assert backbone.state == "ready"
+        assert backbone.engine.count(ConnectHolder) == before
+
+
+async def test_a_lease_won_back_in_the_same_term_begins_anew(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=2)
-        good, bad = world.join(1, founder), world.join(2, founder)
-        bad.model_error = ModelUnusable("its source is damaged")
+        backbone, holders = await serving_backbone(world, 2)
+        backbone.lose()
+        await trio.sleep(1.0)
+        backbone.elect(1)
+        await trio.sleep(1.0)
+        assert backbone.duty.state() == ("joining", "no plan yet"), "the core issues its plan anew"
         started = trio.current_time()
-        await until(lambda: f"{bad.node_id}: " in founder.duty.state()[1])
-        assert "its source is damaged" in founder.duty.state()[1]
-        assert "16 of 32 experts" in founder.duty.state()[1]
-        await until(lambda: founder.state == "ready")
-        assert trio.current_time() - started < 20.0
-        assert set(founder.engines.last.connected) == {good.node_id}
-        assert founder.member(bad)["shards"] == 0
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        assert trio.current_time() - started < SOON_S, "they hold their shards still"
+        assert set(backbone.engine.connected) == {each.node_id for each in holders}
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
-async def test_an_engine_of_another_build_ends_the_node(
+async def test_a_lease_of_a_later_term_takes_the_place_of_the_one_before(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        world = World(nursery, model, tmp_path)
-        founder = world.found()
-        founder.engines.failure = IncompatibleVersion("another ggml")
-        await until(lambda: founder.has_ended)
-        assert isinstance(founder.failure, IncompatibleVersion)
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
+        backbone.elect(2)
+        await until(lambda: bool(outcome))
+        assert str(outcome[0]) == "this node is no longer the backbone: a lease of (0, 2) took its place"
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+        opened = [each for each in backbone.engine.received if isinstance(each, ConnectHolder)]
+        assert {each.proof for each in opened[-2:]} == {backbone.prove(2)[1]}
+        assert (backbone.engine.leases[-1].epoch, backbone.engine.leases[-1].term) == (0, 2)
+
+
+async def test_a_connection_that_is_made_after_the_reign_is_let_go(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        await until(lambda: backbone.state == "standby")
+        engine = backbone.engine
+        engine.ignored.add(ConnectHolder)
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: engine.count(ConnectHolder) == 1)
+        backbone.lose()
+        await trio.sleep(0.1)
+        before = engine.count(RemoveHolder)
+        await engine.say(HolderConnected(holder.node_id))
+        await until(lambda: engine.count(RemoveHolder) == before + 1)
+        assert of_kind(engine, RemoveHolder)[-1].node_id == holder.node_id  # type: ignore[union-attr]
+
+
+async def test_without_its_proof_nobody_is_dialled(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        backbone.elect(has_proof=False)
+        backbone.issue(backbone.make(holder))
+        await trio.sleep(30.0)
+        assert holder.grants == 0
+        backbone.elect()
+        await until(lambda: backbone.state == "ready")
+
+
+# -- going in good order ---------------------------------------------------------------------------
+
+
+async def test_release_returns_when_the_engine_knows_and_no_lease_of_the_term_counts_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
+        await backbone.duty.release()
+        assert backbone.engine.leases[-1] == SetLease(0, 1, 0)
+        assert str(outcome[0]) == "this node is no longer the backbone: it gives the lease back"
+        heard = len(backbone.engine.leases)
+        await trio.sleep(10.0)  # renewals that were under way go on
+        assert len(backbone.engine.leases) == heard
+        assert backbone.state == "standby"
+        backbone.elect(2)
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.state == "ready")
+
+
+async def test_an_engine_that_does_not_confirm_the_end_of_its_lease_is_killed(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        engine = backbone.engine
+        engine.ignored.add(QueryStatistics)
+        started = trio.current_time()
+        await backbone.duty.release()
+        assert not engine.is_alive
+        assert trio.current_time() - started < RELEASE_TIMEOUT_S + 1.0
+
+
+async def test_release_before_the_first_lease_keeps_it_from_being_taken_up(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        await backbone.duty.release()
+        await until(lambda: backbone.state == "standby")
+        term, _ = backbone.prove(1)
+        backbone.core.change(fence=term)
+        await backbone.duty.release()
+        backbone.elect(1)
+        await trio.sleep(5.0)
+        assert backbone.state == "standby"
+        assert all(each.lease_end_boottime_ns == 0 for each in backbone.engine.leases)
+
+
+async def test_stopping_takes_the_engine_along(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        started = trio.current_time()
+        backbone.engine.ignored.add(Shutdown)
+        await backbone.life.end()
+        assert not backbone.engine.is_alive
+        assert trio.current_time() - started < 15.0
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+async def test_only_a_newer_plan_of_its_own_term_is_followed(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        older = backbone.plan
+        assert older is not None
+        (newcomer,) = backbone.add_holders(1, 9)
+        newer = backbone.issue(backbone.make(*holders, newcomer))
+        await until(lambda: backbone.state == "ready")
+        heard = backbone.engine.count(ConnectHolder)
+        backbone.duty.take_event(PlanReceived(older, b""))
+        for foreign in ({"term": 2}, {"epoch": 1}, {"term": 0}):
+            plan = replace(backbone.make(newcomer), **foreign)
+            backbone.duty.take_event(PlanReceived(plan, b""))
+        await trio.sleep(30.0)
+        assert backbone.duty.report()["plan"]["revision"] == newer.revision
+        assert backbone.engine.count(ConnectHolder) == heard
+        assert backbone.state == "ready"
+
+
+async def test_a_word_about_an_older_plan_connects_nobody(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 1)
+        older = backbone.plan
+        assert older is not None
+        (newcomer,) = backbone.add_holders(1, 9)
+        newcomer.is_up = False  # it does not answer
+        backbone.issue(backbone.make(*holders, newcomer))
+        backbone.duty.take_event(HolderReady(newcomer.node_id, older, 1))
+        await trio.sleep(30.0)
+        assert newcomer.grants == 0
+
+
+async def test_whose_share_stays_the_same_is_left_in_peace(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 3)
+        grants = [each.grants for each in holders]
+        for _ in range(3):
+            backbone.issue(backbone.make(*holders))
+            assert backbone.state == "ready", "not a moment lies between"
+            await trio.sleep(5.0)
+        assert [each.grants for each in holders] == grants
+        assert backbone.engine.count(RemoveHolder) == 0
+
+
+async def test_a_plan_that_changes_under_a_session_adds_before_it_drops(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        first, second, third = backbone.add_holders(3)
+        backbone.elect()
+        backbone.issue(backbone.make_of(*[(first,)] * 4, *[(second,)] * 4))
+        await until(lambda: backbone.state == "ready")
+        engine = pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
+        everything = backbone.plan
+        assert everything is not None
+        n_pairs = everything.coverage().n_pairs
+        third.load_s = 20.0
+        backbone.issue(backbone.make_of(*[(first,)] * 4, *[(third,)] * 4))
+        for _ in range(300):
+            await trio.sleep(0.1)
+            held = [ShardSet.decode(each.shard) for each in engine.connected.values()]
+            covered = ShardSet.from_ranges(part for shard in held for part in shard.ranges)
+            assert len(covered) == n_pairs, "whoever is let go of, every expert has a holder"
+        assert set(engine.connected) == {first.node_id, third.node_id}
+        assert outcome == [], "the session runs still"
+        kinds = [type(each) for each in of_kind(engine, ConnectHolder, RemoveHolder)]
+        assert kinds == [ConnectHolder, ConnectHolder, ConnectHolder, RemoveHolder]
+        await engine.end_session(engine.sessions[0], "length")
+        await until(lambda: bool(outcome))
+        assert isinstance(outcome[0], SessionEnded)
+
+
+async def test_another_primary_part_is_asked_for_without_a_pause(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        first, second = backbone.add_holders(2)
+        backbone.elect()
+        backbone.issue(backbone.make_of(*[(first, second)] * 8))
+        await until(lambda: backbone.state == "ready")
+        plan = backbone.issue(backbone.make_of(*[(second, first)] * 8))
+        for _ in range(50):
+            await trio.sleep(0.02)
+            assert backbone.state == "ready"
+            assert len(backbone.engine.connected) == 2
+        for holder in (first, second):
+            primary = plan.primary_shard_of(holder.node_id).encode()
+            assert backbone.engine.connected[holder.node_id].primary == primary
+        assert backbone.engine.count(RemoveHolder) == 0
+
+
+async def test_a_holder_that_got_more_is_connected_for_it_once_it_has_it(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        first, second = backbone.add_holders(2)
+        backbone.elect()
+        backbone.issue(backbone.make_of(*[(first,)] * 4, *[(second,)] * 4))
+        await until(lambda: backbone.state == "ready")
+        first.load_s = 10.0
+        plan = backbone.issue(backbone.make_of(*[(first,)] * 4, *[(second, first)] * 4))
+        await trio.sleep(5.0)
+        assert backbone.state == "degraded"
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
+        await until(lambda: backbone.state == "ready")
+        assert backbone.engine.connected[first.node_id].shard == plan.shard_of(first.node_id).encode()
+
+
+async def test_nothing_is_kept_of_holders_that_came_and_went(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 1)
+        for number in range(3):
+            (stranger,) = backbone.add_holders(1, 10 + number)
+            backbone.issue(backbone.make(*holders, stranger))
+            await until(lambda: backbone.state == "ready")
+            backbone.issue(backbone.make(*holders))
+            await until(lambda: backbone.state == "ready" and len(backbone.engine.connected) == 1)
+        assert [each["node_id"] for each in backbone.duty.report()["holders"]] == [holders[0].node_id]
 
 
 # -- members come and go ---------------------------------------------------------------------------
 
 
-async def test_a_worker_that_falls_silent_is_taken_out_and_served_again_when_it_returns(
+@pytest.mark.parametrize("state", ["dead", "left"])
+async def test_a_member_that_is_gone_is_asked_for_nothing_at_once(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, state: Any
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 3)
+        gone = trio.current_time()
+        backbone.see(holders[0], state)
+        await until(lambda: holders[0].node_id not in backbone.engine.connected)
+        assert trio.current_time() - gone < SOON_S
+        assert backbone.line(holders[0])["state"] == "unreachable"
+        assert backbone.failed(holders[0]) == 1
+        assert backbone.state == "degraded"
+        assert backbone.reason.startswith("some expert has 1 of 2 planned holders; ")
+        assert holders[0].node_id in backbone.reason
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_a_suspect_is_asked_still(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        lost = workers[1]
-        crashed = trio.current_time()
-        await lost.crash()
-        await until(lambda: founder.member(lost)["state"] == "lost")
-        assert trio.current_time() - crashed < LOST_AFTER / 1e9 + 2.5
-        await until(lambda: lost.node_id not in founder.engines.last.connected)
-        assert founder.duty.state() == ("degraded", "some expert has 1 of 2 planned holders")
-        lost.start()
-        await until(lambda: founder.state == "ready")
-        assert founder.revision == 1, "the plan is kept: nothing moves for one that comes back"
-        assert lost.node_id in founder.engines.last.connected
+        backbone, holders = await serving_backbone(world, 1)
+        backbone.see(holders[0], "suspect")
+        await trio.sleep(10.0)
+        assert backbone.state == "ready"
+        assert holders[0].node_id in backbone.engine.connected
 
 
-async def test_without_another_holder_a_lost_worker_leaves_a_gap_that_is_said(
+async def test_a_member_that_comes_back_serves_again(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        await workers[0].crash()
-        await until(lambda: founder.state == "joining")
-        assert founder.duty.state()[1] == "16 of 32 experts have a holder"
-        with pytest.raises(NotReady, match="16 of 32 experts"):
-            await founder.duty.generate(text(), ignore)
+        backbone, holders = await serving_backbone(world, 3)
+        backbone.see(holders[0], "dead")
+        await until(lambda: backbone.state == "degraded")
+        await trio.sleep(60.0)
+        assert not backbone.host.dialled[3:], "nobody dials the dead"
+        holders[0].is_up = True
+        world.network.serve(holders[0].node_id, holders[0]._serve)
+        back = trio.current_time()
+        backbone.see(holders[0], "alive")
+        await until(lambda: backbone.state == "ready")
+        assert trio.current_time() - back < 1.0
 
 
-async def test_a_restart_faster_than_the_silence_is_noticed(
+async def test_without_another_holder_a_lost_one_leaves_a_gap_that_is_said(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        connections = founder.engines.last.count(ConnectHolder)
-        await workers[0].crash()
-        workers[0].start()
-        await until(lambda: founder.engines.last.count(ConnectHolder) > connections)
-        await until(lambda: founder.state == "ready")
-        assert founder.revision == 1
+        backbone, holders = await serving_backbone(world, 2)
+        backbone.see(holders[0], "dead")
+        await until(lambda: backbone.state == "joining")
+        assert backbone.reason == f"16 of 32 experts have a holder; {holders[0].node_id}: it is dead"
+        with pytest.raises(NotReady, match="the swarm is joining: 16 of 32 experts"):
+            await backbone.duty.generate(text(), ignore)
 
 
-async def test_the_experts_of_a_worker_that_stays_away_go_to_others(
+async def test_a_record_that_takes_its_shard_back_ends_the_connection(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
+    """Its engine died while no session ran: nobody notices on the data connection."""
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        crashed = trio.current_time()
-        await workers[0].crash()
-        await until(lambda: founder.revision == 2)
-        assert trio.current_time() - crashed > FORGOTTEN_AFTER / 1e9
-        await until(lambda: founder.state == "ready")
-        assert set(founder.engines.last.connected) == {workers[1].node_id}
-        workers[0].start()
-        await until(lambda: founder.revision == 3 and founder.state == "ready")
-        assert set(founder.engines.last.connected) == {each.node_id for each in workers}
-
-
-async def test_redundancy_is_restored_where_enough_workers_are_left(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 4)
-        await workers[0].crash()
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        assert founder.duty.report()["plan"]["holders_min"] == 2
-
-
-async def test_nothing_is_kept_of_strangers_that_came_and_went(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 1)
-        for number in range(3):
-            stranger = world.join(10 + number, founder)
-            await until(lambda: founder.state == "ready" and len(founder.engines.last.connected) == 2)
-            await stranger.stop()
-            await until(lambda: founder.state == "ready" and len(founder.engines.last.connected) == 1)
-        assert set(founder.duty._holder_events) == {workers[0].node_id}
-
-
-async def test_nothing_moves_when_moving_would_not_help(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    """Of three workers two are left: a plan for two holds each expert once, as they do already."""
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        await workers[0].crash()
-        await trio.sleep(120.0)
-        assert (founder.revision, founder.state) == (1, "degraded")
-
-
-async def test_a_worker_that_leaves_is_gone_at_once(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        started = trio.current_time()
-        await workers[0].stop()
-        member = founder.member(workers[0])
-        assert (member["state"], member["reason"]) == ("left", "the node stops")
-        assert (member["shards"], member["ranks"]) == (0, []), "what it held is held by nobody"
-        assert trio.current_time() - started < 1.0
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        assert workers[0].node_id not in founder.engines.last.connected
-        assert trio.current_time() - started < 10.0, "nobody waits for one that left on purpose"
-
-
-async def test_a_newcomer_is_taken_in(autojump_clock: MockClock, model: StoredModel, tmp_path: Path) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        newcomer = world.join(9, founder)
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        assert set(founder.engines.last.connected) == {each.node_id for each in [*workers, newcomer]}
-
-
-async def test_a_worker_whose_engine_dies_while_idle_serves_again(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    """The data connection is gone and no session is there to notice: the worker's word has to do."""
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        connections = founder.engines.last.count(ConnectHolder)
-        workers[0].engines.last.die()
-        await until(lambda: founder.state != "ready")
-        assert founder.engines.last.count(RemoveHolder) == 1
-        await until(lambda: founder.state == "ready" and workers[0].state == "ready")
-        assert founder.engines.last.count(ConnectHolder) == connections + 1
-        assert founder.engines.last.connected[workers[0].node_id].certificate == (
-            workers[0].engines.last.certificate
+        backbone, holders = await serving_backbone(world, 3)
+        holder = holders[0]
+        holder.publish(None)  # said before it had loaded, and late
+        await trio.sleep(1.0)
+        assert holder.node_id in backbone.engine.connected
+        holder.publish(backbone.plan)
+        await trio.sleep(1.0)
+        assert backbone.engine.count(RemoveHolder) == 0
+        holder.is_up = False
+        holder.publish(None, reason="the worker engine is starting")
+        await until(lambda: holder.node_id not in backbone.engine.connected)
+        assert backbone.duty.report()["last_error"] == (
+            f"{holder.node_id} lost: gone: the worker engine is starting"
         )
+        holder.is_up = True
+        backbone.offer(holder.node_id)
+        await until(lambda: backbone.state == "ready")
+        assert backbone.duty.report()["last_error_recovered"] is True
 
 
-async def test_dials_to_a_member_that_is_lost_stop(
+async def test_a_record_that_was_there_before_the_connection_counts_too(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        await workers[0].crash()
-        await until(lambda: founder.member(workers[0])["state"] == "lost")
-        await trio.sleep(15.0)
-        dialled = len(founder.host.dialled)
-        await trio.sleep(600.0)
-        assert len(founder.host.dialled) == dialled
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        backbone.elect()
+        plan = backbone.make(holder)
+        holder.publish(plan)
+        backbone.issue(plan)
+        await until(lambda: backbone.state == "ready")
+        holder.publish(None)
+        await until(lambda: backbone.engine.count(RemoveHolder) == 1)
 
 
-# -- faulty, slow and hostile members --------------------------------------------------------------
+async def test_a_holder_with_another_engine_is_connected_to_that_one(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        holders[0].restart_engine()
+        backbone.offer(holders[0].node_id)
+        await until(lambda: holders[0].node_id in backbone.engine.connected)
+        connection = backbone.engine.connected[holders[0].node_id]
+        assert connection.certificate == holders[0].engine.certificate
+        assert backbone.state == "ready"
+
+
+# -- faulty, slow and hostile holders --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", ["non_finite", "shape_invalid", "malformed", "unexpected_reply"])
-async def test_a_worker_that_computes_wrongly_is_quarantined_for_good(
+async def test_a_holder_that_computes_wrongly_is_quarantined_for_good(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path, code: str
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        faulty = workers[0]
-        connections = founder.engines.last.count(ConnectHolder)
-        await founder.engines.last.lose_holder(faulty.node_id, code, "row 3 is not finite")
-        await until(lambda: founder.member(faulty)["state"] == "quarantined")
-        assert founder.member(faulty)["reason"] == f"{code}: row 3 is not finite"
-        assert founder.duty.report()["last_error"].endswith("row 3 is not finite")
+        backbone, holders = await serving_backbone(world, 3)
+        faulty = holders[0]
+        grants = faulty.grants
+        await backbone.engine.lose_holder(faulty.node_id, code, "row 3 is not finite")
+        await until(lambda: backbone.line(faulty)["state"] == "quarantined")
+        assert backbone.line(faulty)["reason"] == f"{code}: row 3 is not finite"
+        assert backbone.duty.report()["last_error"].endswith("row 3 is not finite")
+        assert backbone.failed(faulty) == 1
         await trio.sleep(120.0)
-        await faulty.crash()
-        faulty.start()
-        await until(lambda: "quarantined" in faulty.duty.state()[1])
-        await trio.sleep(120.0)
-        assert founder.engines.last.count(ConnectHolder) == connections, "it is never connected again"
-        assert founder.state == "degraded"
+        backbone.issue(backbone.make(*holders))
+        await trio.sleep(60.0)
+        backbone.see(faulty, "dead")
+        backbone.lose()
+        backbone.elect(2)
+        backbone.issue(backbone.make(*holders))
+        await trio.sleep(60.0)
+        assert faulty.grants == grants, "it is never connected again"
+        assert backbone.line(faulty)["state"] == "quarantined"
+        assert backbone.state == "degraded"
 
 
 async def test_a_fault_found_while_connecting_quarantines_too(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found()
-        founder.engines.before_start = lambda engine: engine.ignored.add(ConnectHolder)
-        worker = world.join(1, founder)
-        await until(lambda: founder.engines.all and founder.engines.last.count(ConnectHolder) == 1)
-        await founder.engines.last.lose_holder(worker.node_id, "malformed", "not an answer")
-        await until(lambda: founder.member(worker)["state"] == "quarantined")
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        await until(lambda: backbone.state == "standby")
+        backbone.engine.ignored.add(ConnectHolder)
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.engine.count(ConnectHolder) == 1)
+        await backbone.engine.lose_holder(holder.node_id, "malformed", "not an answer")
+        await until(lambda: backbone.line(holder)["state"] == "quarantined")
         await trio.sleep(120.0)
-        assert founder.engines.last.count(ConnectHolder) == 1
+        assert backbone.engine.count(ConnectHolder) == 1
 
 
-async def test_a_slow_worker_is_connected_again_with_growing_delays(
+async def test_a_slow_holder_is_connected_again_with_growing_delays(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        slow = workers[0]
+        backbone, holders = await serving_backbone(world, 3)
+        slow = holders[0]
         delays = []
-        for _ in range(6):
+        for count in range(1, 7):
             lost = trio.current_time()
-            await founder.engines.last.lose_holder(slow.node_id, "late", "no reply")
-            await until(lambda: founder.member(slow)["state"] == "unreachable")
-            assert founder.state == "degraded"
-            await until(lambda: founder.member(slow)["state"] == "serving")
+            await backbone.engine.lose_holder(slow.node_id, "late", "no reply")
+            await until(lambda: backbone.line(slow)["state"] != "serving")
+            assert backbone.state == "degraded"
+            assert backbone.failed(slow) == count
+            await until(lambda: backbone.line(slow)["state"] == "serving")
             delays.append(trio.current_time() - lost)
         assert delays == sorted(delays)
         assert delays[0] < 2.0
         assert 8.0 < delays[-1] < 20.0
         await trio.sleep(120.0)
         lost = trio.current_time()
-        await founder.engines.last.lose_holder(slow.node_id, "late", "no reply")
-        await until(lambda: founder.member(slow)["state"] == "unreachable")
-        await until(lambda: founder.member(slow)["state"] == "serving")
+        await backbone.engine.lose_holder(slow.node_id, "late", "no reply")
+        await until(lambda: backbone.line(slow)["state"] != "serving")
+        await until(lambda: backbone.line(slow)["state"] == "serving")
         assert trio.current_time() - lost < 2.0, "what was steady for long is trusted again"
 
 
-async def test_a_worker_that_cannot_be_connected_is_tried_again_and_the_others_serve(
+async def test_a_holder_that_cannot_be_reached_is_tried_again_and_the_others_serve(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        world.network.cut(founder.node_id, workers[0].node_id)
-        await founder.engines.last.lose_holder(workers[0].node_id, "closed", "gone")
-        await until(lambda: founder.member(workers[0])["state"] in ("unreachable", "lost"))
-        assert founder.state == "degraded"
-        world.network.mend(founder.node_id, workers[0].node_id)
-        await until(lambda: founder.state == "ready")
+        backbone, holders = await serving_backbone(world, 3)
+        world.network.cut(backbone.node_id, holders[0].node_id)
+        await backbone.engine.lose_holder(holders[0].node_id, "closed", "gone")
+        await trio.sleep(120.0)
+        assert backbone.line(holders[0])["state"] == "unreachable"
+        assert backbone.state == "degraded"
+        assert 5 < backbone.failed(holders[0]) < 12
+        world.network.mend(backbone.node_id, holders[0].node_id)
+        await until(lambda: backbone.state == "ready")
 
 
-async def test_a_worker_that_cannot_load_its_shard_is_asked_again(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+@pytest.mark.parametrize("code", ["engine_starting", "malformed", "stale_term"])
+async def test_a_refused_request_for_data_is_made_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, code: str
 ) -> None:
+    """Whatever word it refuses with: only what the engine sees on the data connection is proof of a fault."""
     async with open_world(model, tmp_path) as world:
-        founder = world.found()
-        worker = world.join(1, founder)
-        fault = EngineFault(None, "model_unusable", "the file is damaged", ModelUnusable.exit_code)
-        worker.engines.before_start = lambda engine: engine.refusals.update({LoadShard: fault})
-        await trio.sleep(600.0)
-        assert 30 < worker.engines.last.count(LoadShard) < 60
-        await until(lambda: founder.member(worker)["reason"] == "the file is damaged")
-        worker.engines.last.refusals.clear()
-        await wait_state(founder, "ready")
-
-
-async def converse(world: World, founder: TwinFounder, number: int = 50) -> tuple[MemoryHost, MemoryStream]:
-    """A node of the test's own that says what it likes, after hello."""
-    host = world.network.host(node_of(node_key(number)))
-    stream = await host.open_stream(founder.node_id)
-    welcome = await ask(stream, Hello((1,), __version__), Welcome)
-    assert (welcome.swarm_manifest, welcome.proof) == (
-        founder.founding.signed_manifest,
-        founder.founding.proof,
-    )
-    return host, stream
-
-
-def record(founder: TwinFounder, host: MemoryHost, number: int = 50, **changes: Any) -> bytes:
-    """A signed record of that node's."""
-    plain = CapabilityRecord(
-        node_id=host.node_id,
-        sequence=1,
-        expires=after(wall_time(), seconds(60)),
-        addresses=host.addresses(),
-        versions=(1,),
-        node_version="0",
-        backend="twin",
-        device="twin",
-        accumulation="UNKNOWN",
-        memory_bytes=1,
-        state="joined",
-        reason="",
-    )
-    return sign_message(node_key(number), founder.founding.swarm.digest, replace(plain, **changes))
-
-
-async def refused(stream: MemoryStream, message: Any) -> str:
-    with pytest.raises(RemoteProtocolError) as caught:
-        await ask(stream, message, Joined)
-    return caught.value.code
-
-
-ADDRESS_OF_ANOTHER = f"/ip4/10.0.0.1/tcp/4001/p2p/{node_of(node_key(0))}"
-
-
-@pytest.mark.parametrize(
-    "change, code",
-    [
-        ({"addresses": ("nonsense",)}, "wrong_address"),
-        ({"addresses": ("/ip4/10.0.0.1/tcp/4001",)}, "wrong_address"),
-        ({"addresses": (ADDRESS_OF_ANOTHER,)}, "wrong_address"),
-        ({"addresses": ("/ip4/10.0.0.1/udp/53/p2p/" + node_of(node_key(50)),)}, "wrong_address"),
-        ({"expires": WallTime(1)}, "expired"),
-        ({"node_id": node_of(node_key(51))}, "wrong_node"),
-    ],
-)
-async def test_a_record_that_lies_is_refused_and_costs_nobody_else(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, change: dict[str, Any], code: str
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        host, stream = await converse(world, founder)
-        assert await refused(stream, Join(record(founder, host, **change))) == code
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        holder.grant_error = RemoteProtocolError("not now", code)
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.line(holder)["state"] == "unreachable")
+        assert "not now" in backbone.reason
         await trio.sleep(60.0)
-        assert founder.state == "ready"
-        assert {each["node_id"] for each in founder.duty.report()["members"]} == {
-            each.node_id for each in workers
-        }
-        assert len(founder.engines.all) == 1
+        holder.grant_error = None
+        await until(lambda: backbone.state == "ready")
 
 
-async def test_the_record_of_another_node_is_not_taken(
+async def test_an_offer_that_is_refused_is_named_with_its_reason(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        honest, _ = await converse(world, founder, 50)
-        _, stream = await converse(world, founder, 51)
-        assert await refused(stream, Join(record(founder, honest, 50))) == "wrong_node"
+        backbone = TwinBackbone(world)
+        good, bad = backbone.add_holders(2)
+        bad.refusal = ("model_unusable", "its source is damaged")
+        backbone.elect()
+        backbone.issue(backbone.make(good, bad))
+        await until(lambda: backbone.line(good)["state"] == "serving")
+        assert backbone.duty.state() == (
+            "joining",
+            f"16 of 32 experts have a holder; {bad.node_id}: model_unusable: its source is damaged",
+        )
+        assert backbone.line(bad)["state"] == "refused"
+        backbone.issue(backbone.make(good))
+        await until(lambda: backbone.state == "ready")
+        assert bad.grants == 0
 
 
-async def test_an_old_record_is_not_taken_again(
+async def test_an_engine_that_another_node_vouches_for_is_not_dialled(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=9)
-        await until(lambda: founder.state == "joining")
-        host, stream = await converse(world, founder)
-        join = Join(record(founder, host))
-        assert await ask(stream, join, Joined) == Joined(0, 1, 1000)
-        assert await refused(stream, join) == "stale_record"
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        holder.pose_as(77)
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.failed(holder) == 3)
+        assert holder.grants == 3
+        assert backbone.engine.count(ConnectHolder) == 0
 
 
-@pytest.mark.parametrize(
-    "body, code",
-    [
-        (b"", "malformed"),
-        (b"\xc1", "malformed"),
-        (encode(Joined(0, 1, 1)), "unexpected_message"),
-        (encode(Heartbeat(1, "ready", "")), "unknown_member"),
-        (encode(Join(b"x")), "malformed"),
-    ],
-)
-async def test_nonsense_is_refused_with_a_code(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, body: bytes, code: str
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        _, stream = await converse(world, founder)
-        await stream.send(body)
-        answer = await hear(stream)
-        assert isinstance(answer, Refusal)
-        assert answer.code == code
-        await trio.sleep(10.0)
-        assert founder.state == "ready"
+ADDRESS_OF_ANOTHER = f"/ip4/10.0.0.1/tcp/4001/p2p/{node_of(node_key(55))}"
 
 
-@pytest.mark.parametrize(
-    "opening, code",
-    [(Hello((2, 7), "9"), "incompatible_version"), (Leave("bye"), "unexpected_message")],
-)
-async def test_a_conversation_starts_with_a_version_both_speak(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, opening: Any, code: str
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        stream = await world.network.host(node_of(node_key(50))).open_stream(founder.node_id)
-        await tell(stream, opening)
-        answer = await hear(stream)
-        assert isinstance(answer, Refusal)
-        assert answer.code == code
-
-
-async def test_a_member_that_goes_silent_on_its_stream_may_speak_again(
+async def test_addresses_of_another_node_are_not_dialled(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
-    """A stopped process goes on after it was given up: it is told to join again, and may."""
     async with open_world(model, tmp_path) as world:
-        founder = world.found(workers_min=9)
-        await until(lambda: founder.state == "joining")
-        host, stream = await converse(world, founder)
-        await ask(stream, Join(record(founder, host)), Joined)
-        await ask(stream, Heartbeat(1, "ready", ""), HeartbeatReply)
-        await trio.sleep(LOST_AFTER / 1e9 + 2.0)
-        with pytest.raises(RemoteProtocolError) as caught:
-            await ask(stream, Heartbeat(2, "ready", ""), HeartbeatReply)
-        assert caught.value.code == "unknown_member"
-        _, stream = await converse(world, founder)
-        await ask(stream, Join(record(founder, host, sequence=2)), Joined)
-        assert founder.duty.report()["members"][0]["state"] == "joined"
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        holder.publish(None, addresses=(ADDRESS_OF_ANOTHER, *holder.host.addresses()))
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.state == "ready")
+        assert backbone.host.dialled == list(holder.host.addresses())
+
+
+async def test_a_late_answer_about_an_older_connection_does_no_harm(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        stranger = node_of(node_key(99))
+        await backbone.engine.say(HolderConnected(holders[0].node_id))
+        await backbone.engine.say(HolderConnected(stranger))
+        await backbone.engine.lose_holder(stranger, "late")
+        await trio.sleep(30.0)
+        assert backbone.state == "ready"
+        removed = [each for each in backbone.engine.received if isinstance(each, RemoveHolder)]
+        assert [each.node_id for each in removed] == [stranger]
+        assert not backbone.core.commanded(HolderFailed)
+
+
+async def test_who_dies_while_being_connected_is_not_asked_behind_our_back(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        await until(lambda: backbone.state == "standby")
+        backbone.engine.ignored.add(ConnectHolder)
+        backbone.elect()
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.engine.count(ConnectHolder) == 1)
+        backbone.see(holder, "dead")
+        await trio.sleep(0.1)
+        before = backbone.engine.count(RemoveHolder)
+        await backbone.engine.say(HolderConnected(holder.node_id))
+        await until(lambda: backbone.engine.count(RemoveHolder) == before + 1)
+        assert backbone.line(holder)["state"] == "unreachable"
+
+
+# -- this node's own experts -----------------------------------------------------------------------
+
+
+def own_loads(backbone: TwinBackbone) -> list[LoadOwnShard]:
+    return [each for each in backbone.engine.received if isinstance(each, LoadOwnShard)]
+
+
+async def test_experts_that_the_plan_gives_this_node_are_loaded_and_served(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        backbone.elect()
+        plan = backbone.issue(backbone.make(backbone, holder, holders=1))
+        await until(lambda: backbone.state == "ready")
+        (load,) = own_loads(backbone)
+        assert load.node_id == backbone.node_id
+        assert load.source_path == str(model.source_path)
+        assert load.shard == plan.shard_of(backbone.node_id).encode()
+        assert load.primary == plan.primary_shard_of(backbone.node_id).encode()
+        assert backbone.core.commanded(ShardLoaded) == [ShardLoaded(0, 1, 1, 500)]
+        assert backbone.duty.report()["own"] == {"n_experts": 16, "shard_bytes": 500}
+        assert set(backbone.engine.connected) == {holder.node_id}, "it does not dial itself"
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_a_backbone_may_hold_everything_itself(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        backbone.elect()
+        backbone.issue(backbone.make(backbone))
+        await until(lambda: backbone.state == "ready")
+        assert backbone.duty.report()["own"]["n_experts"] == 32
+
+
+async def test_own_experts_follow_the_plan_and_are_not_loaded_twice(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        backbone.elect()
+        backbone.issue(backbone.make_of(*[(backbone,)] * 4, *[(holder,)] * 4))
+        await until(lambda: backbone.state == "ready")
+        backbone.issue(backbone.make_of(*[(backbone,)] * 4, *[(holder,)] * 4))
+        await trio.sleep(1.0)
+        assert len(own_loads(backbone)) == 1
+        backbone.issue(backbone.make_of(*[(holder, backbone)] * 4, *[(holder,)] * 4))
+        await trio.sleep(1.0)
+        assert [len(ShardSet.decode(each.primary)) for each in own_loads(backbone)] == [16, 0]
+        backbone.issue(backbone.make(holder))
+        await until(lambda: backbone.engine.own is None)
+        await until(lambda: backbone.state == "ready")
+        told = backbone.core.commanded(ShardLoaded)
+        assert [(each.revision, each.memory_bytes) for each in told] == [(1, 500), (2, 500), (3, 500), (4, 0)]
+
+
+async def test_experts_for_which_there_is_no_room_are_refused_with_need_and_have(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world, memory_bytes=1000)
+        backbone.elect()
+        plan = backbone.issue(backbone.make(backbone))
+        await until(lambda: bool(backbone.core.commanded(ShardRefused)))
+        (refused,) = backbone.core.commanded(ShardRefused)
+        need = model.manifest.shard_size_bytes(plan.shard_of(backbone.node_id))
+        assert (refused.code, refused.need_bytes, refused.have_bytes) == ("no_memory", need, 1000)
+        assert (refused.epoch, refused.term, refused.revision) == (0, 1, 1)
+        await trio.sleep(2 * OWN_RETRY_S)
+        assert own_loads(backbone) == [], "it is not even tried"
+        assert len(backbone.core.commanded(ShardRefused)) == 1
+        assert backbone.state == "joining"
+
+
+async def test_experts_that_cannot_be_loaded_are_refused_and_tried_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        fault = EngineFault(None, "model_unusable", "the file is damaged", ModelUnusable.exit_code)
+        backbone.engines.before_start = lambda engine: engine.refusals.update({LoadOwnShard: fault})
+        backbone.elect()
+        backbone.issue(backbone.make(backbone))
+        await until(lambda: bool(backbone.core.commanded(ShardRefused)))
+        (refused,) = backbone.core.commanded(ShardRefused)
+        assert (refused.code, refused.reason) == ("model_unusable", "the file is damaged")
+        assert backbone.duty.report()["last_error"] == "the file is damaged"
+        backbone.engine.refusals.clear()
+        await trio.sleep(OWN_RETRY_S - 5.0)
+        assert backbone.state == "joining"
+        await until(lambda: backbone.state == "ready")
+        assert len(backbone.engines.all) == 1, "the engine is not to blame"
+
+
+async def test_the_end_of_the_engine_loses_the_own_experts_and_the_next_one_loads_them(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        backbone.elect()
+        backbone.issue(backbone.make(backbone))
+        await until(lambda: backbone.state == "ready")
+        backbone.engine.die()
+        await until(
+            lambda: backbone.core.commanded(ShardLost) == [ShardLost("the backbone engine has ended")]
+        )
+        await until(lambda: backbone.state == "ready")
+        assert len(own_loads(backbone)) == 1
+        assert len(backbone.core.commanded(ShardLoaded)) == 2
+
+
+async def test_with_the_reign_the_own_experts_go(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        await until(lambda: backbone.state == "standby")
+        engine = backbone.engine
+        engine.ignored.add(LoadOwnShard)
+        backbone.elect()
+        backbone.issue(backbone.make(backbone))
+        await until(lambda: engine.count(LoadOwnShard) == 1)
+        backbone.lose()  # while it is being loaded
+        await trio.sleep(1.0)
+        assert of_kind(engine, LoadOwnShard, RemoveHolder)[-1] == RemoveHolder(
+            backbone.node_id, "this node is no longer the backbone: lease over"
+        )
+        assert backbone.core.commanded(ShardLoaded) == []
 
 
 # -- sessions --------------------------------------------------------------------------------------
@@ -698,97 +1161,72 @@ async def test_a_session_gives_its_tokens_in_order_and_its_outcome(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 2)
+        backbone, _ = await serving_backbone(world, 2)
         tokens: list[TokenEmitted] = []
 
         async def keep(token: TokenEmitted) -> None:
             tokens.append(token)
             await trio.lowlevel.checkpoint()
 
-        outcome = await founder.duty.generate(text(5), keep)
+        outcome = await backbone.duty.generate(text(5), keep)
         assert [each.position for each in tokens] == list(range(5))
         assert (outcome.reason, outcome.n_generated) == ("length", 5)
-        assert founder.duty.report()["sessions"] == 0
-        assert founder.duty.report()["rows_retried_total"] == 2
+        assert backbone.duty.report()["sessions"] == 0
+        assert backbone.duty.report()["rows_retried_total"] == 2
 
 
-async def test_a_worker_or_a_swarm_that_is_not_ready_generates_nothing(
+async def test_a_swarm_that_is_not_ready_generates_nothing(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder = world.found()
-        for request in (founder.duty.generate(text(), ignore), founder.duty.evaluate(logits())):
-            with pytest.raises(NotReady, match="the swarm is starting"):
-                await request
-        await until(lambda: founder.state == "joining")
-        with pytest.raises(NotReady, match="0 of 1 workers"):
-            await founder.duty.generate(text(), ignore)
-
-
-def logits() -> EvaluateRequest:
-    return EvaluateRequest((1, 2), (2,), "/nowhere.npy")
+        backbone = TwinBackbone(world)
+        for ready, sentence in [
+            ("starting", "this node is not the backbone: the backbone engine is loading"),
+            ("standby", "this node is not the backbone: it holds no lease"),
+        ]:
+            await until(lambda ready=ready: backbone.state == ready)  # type: ignore[misc]
+            for request in (backbone.duty.generate(text(), ignore), backbone.duty.evaluate(logits())):
+                with pytest.raises(NotReady) as caught:
+                    await request
+                assert str(caught.value) == sentence
+        backbone.elect()
+        with pytest.raises(NotReady, match="the swarm is joining: no plan yet"):
+            await backbone.duty.generate(text(), ignore)
 
 
 async def test_logits_are_evaluated(autojump_clock: MockClock, model: StoredModel, tmp_path: Path) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        assert (await founder.duty.evaluate(logits())).positions == 2
-
-
-async def start_session(
-    world: World,
-    founder: TwinFounder,
-    n_tokens: int = 5,
-    emit: Callable[[TokenEmitted], Awaitable[None]] = ignore,
-) -> list[SessionEnded | BaseException]:
-    """A session that runs until the test ends it; what became of it is put in the list."""
-    outcome: list[SessionEnded | BaseException] = []
-
-    async def run() -> None:
-        try:
-            outcome.append(await founder.duty.generate(text(n_tokens), emit))
-        except Exception as error:
-            outcome.append(error)
-
-    before = founder.engines.last.count(Generate)
-    world.nursery.start_soon(run)
-    await until(lambda: founder.engines.last.count(Generate) > before)
-    return outcome
-
-
-def pause_sessions(founder: TwinFounder) -> TwinEngine:
-    """From now on sessions give one token and then nothing."""
-    founder.engines.last.n_tokens_emitted_max = 1
-    return founder.engines.last
+        backbone, _ = await serving_backbone(world, 1)
+        assert (await backbone.duty.evaluate(logits())).positions == 2
 
 
 async def test_a_client_that_goes_away_cancels_its_session(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
         with trio.move_on_after(5.0):
-            await founder.duty.generate(text(5), ignore)
+            await backbone.duty.generate(text(5), ignore)
         await until(lambda: not engine.sessions)
         assert engine.count(CancelSession) == 1
-        assert founder.duty.report()["sessions"] == 0
+        assert backbone.duty.report()["sessions"] == 0
         engine.n_tokens_emitted_max = 100
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
 async def test_a_client_that_fails_cancels_its_session(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
 
         async def fail(_token: TokenEmitted) -> None:
             raise EngineFailed("the client is broken")
 
         with pytest.raises(EngineFailed, match="client is broken"):
-            await founder.duty.generate(text(5), fail)
+            await backbone.duty.generate(text(5), fail)
         await until(lambda: engine.count(CancelSession) == 1)
 
 
@@ -796,83 +1234,88 @@ async def test_a_client_that_does_not_read_holds_up_nobody(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
+        backbone, holders = await serving_backbone(world, 3)
 
         async def never(_token: TokenEmitted) -> None:
             await trio.sleep_forever()
 
-        outcome = await start_session(world, founder, 3000, never)
-        await founder.engines.last.lose_holder(workers[0].node_id, "late")
-        await until(lambda: founder.member(workers[0])["state"] == "unreachable")
-        assert (await founder.duty.generate(text(2000), ignore)).n_generated == 2000
+        outcome = await start_session(world, backbone, 3000, never)
+        await backbone.engine.lose_holder(holders[0].node_id, "late")
+        await until(lambda: backbone.line(holders[0])["state"] != "serving")
+        assert (await backbone.duty.generate(text(2000), ignore)).n_generated == 2000
         assert outcome == []
+        engine = backbone.engine
+        sent = engine.count(CancelSession)
+        backbone.lose()
+        await until(lambda: engine.count(CancelSession) == sent + 1)
 
 
 async def test_sessions_are_bounded(autojump_clock: MockClock, model: StoredModel, tmp_path: Path) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
-        outcomes = [await start_session(world, founder) for _ in range(SESSIONS_WAITING_MAX)]
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        outcomes = [await start_session(world, backbone) for _ in range(SESSIONS_WAITING_MAX)]
         with pytest.raises(NotReady, match="8 sessions are waiting"):
-            await founder.duty.generate(text(), ignore)
+            await backbone.duty.generate(text(), ignore)
         await engine.end_session(engine.sessions[0], "end_of_text")
         await until(lambda: any(outcomes))
-        await start_session(world, founder)
+        await start_session(world, backbone)
 
 
 async def test_the_death_of_the_engine_fails_its_sessions_and_everything_comes_back(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        engine = pause_sessions(founder)
-        outcomes = [await start_session(world, founder) for _ in range(2)]
+        backbone, holders = await serving_backbone(world, 2)
+        engine = pause_sessions(backbone)
+        outcomes = [await start_session(world, backbone) for _ in range(2)]
         engine.die()
         await until(lambda: all(outcomes))
         for outcome in outcomes:
             assert isinstance(outcome[0], EngineFailed)
             assert str(outcome[0]) == "the backbone engine ended during the session: killed by SIGKILL"
-        assert founder.state == "starting"
-        assert "killed by SIGKILL" in founder.duty.report()["last_error"]
-        assert founder.duty.report()["last_error_recovered"] is False
-        assert founder.duty.report()["last_error_at"].startswith("2027-01-15T08:00:")
+        assert backbone.state == "starting"
+        assert "killed by SIGKILL" in backbone.duty.report()["last_error"]
+        assert backbone.duty.report()["last_error_recovered"] is False
+        assert backbone.duty.report()["last_error_at"].startswith("2027-01-15T08:00:")
         with pytest.raises(NotReady, match="starting"):
-            await founder.duty.generate(text(), ignore)
-        await until(lambda: founder.state == "ready")
-        assert founder.duty.report()["last_error_recovered"] is True
-        assert founder.engines.last is not engine
-        assert set(founder.engines.last.connected) == {each.node_id for each in workers}
-        assert founder.revision == 1
-        assert all(each.engines.last.count(LoadShard) == 1 for each in workers), "shards stay where they are"
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+            await backbone.duty.generate(text(), ignore)
+        await until(lambda: backbone.state == "ready")
+        assert backbone.duty.report()["last_error_recovered"] is True
+        assert backbone.engine is not engine
+        assert set(backbone.engine.connected) == {each.node_id for each in holders}
+        assert not backbone.core.commanded(HolderFailed), "they hold what they held, and are asked nothing"
+        first = next(each for each in backbone.engine.received if not isinstance(each, LoadTrunk))
+        assert isinstance(first, SetLease), "no holder is dialled without a lease"
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
 async def test_an_engine_that_does_not_answer_any_more_is_killed_and_its_sessions_fail(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 2)
-        engine = pause_sessions(founder)
-        outcomes = [await start_session(world, founder)]
+        backbone, _ = await serving_backbone(world, 2)
+        engine = pause_sessions(backbone)
+        outcomes = [await start_session(world, backbone)]
         engine.ignored.add(QueryStatistics)
         await until(lambda: all(outcomes))
         assert isinstance(outcomes[0][0], EngineFailed)
         assert not engine.is_alive
-        await until(lambda: founder.state == "ready")
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
+        await until(lambda: backbone.state == "ready")
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
 async def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
+        backbone, _ = await serving_backbone(world, 1)
         starts = []
         for number in range(2, 9):
-            founder.engines.last.die()
-            await wait_engines(founder, number)
+            backbone.engine.die()
+            await until(lambda number=number: len(backbone.engines.all) == number)  # type: ignore[misc]
             starts.append(trio.current_time())
-            await until(lambda: founder.state in ("joining", "ready"))
+            await until(lambda: backbone.state in ("joining", "ready"))
         delays = [later - earlier for earlier, later in itertools.pairwise(starts)]
         assert delays == sorted(delays)
         assert 30.0 < delays[-1] < 70.0
@@ -882,30 +1325,30 @@ async def test_an_engine_that_breaks_the_protocol_is_replaced(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = founder.engines.last
+        backbone, _ = await serving_backbone(world, 1)
+        engine = backbone.engine
         await engine.say_raw(b"\x00\x00\x00\x02xx")
-        await until(lambda: founder.engines.last is not engine)
+        await until(lambda: backbone.engine is not engine)
         assert not engine.is_alive
-        assert "broke the protocol" in founder.duty.report()["last_error"]
-        await until(lambda: founder.state == "ready")
+        assert "broke the protocol" in backbone.duty.report()["last_error"]
+        await until(lambda: backbone.state == "ready")
 
 
 async def test_an_engine_that_emits_more_than_was_asked_for_is_replaced(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
 
         async def never(_token: TokenEmitted) -> None:
             await trio.sleep_forever()
 
-        await start_session(world, founder, 5, never)
+        await start_session(world, backbone, 5, never)
         for position in range(20):
-            await engine.say(TokenEmitted(engine.sessions[0], position, 1, b"x", 0, 1))
-        await until(lambda: founder.engines.last is not engine)
-        assert "more tokens than were asked for" in founder.duty.report()["last_error"]
+            await engine.emit(engine.sessions[0], position)
+        await until(lambda: backbone.engine is not engine)
+        assert "more tokens than were asked for" in backbone.duty.report()["last_error"]
 
 
 ABORTS = {
@@ -920,246 +1363,44 @@ async def test_an_abort_on_the_model_is_told_as_that_and_the_node_lives_on(
 ) -> None:
     said, reason = ABORTS[case]
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
-        outcome = await start_session(world, founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
         if said:
             await engine.say(EngineFault(None, "model_aborted", said, 7))
         engine.die(-6)
-        await until(lambda: outcome)
+        await until(lambda: bool(outcome))
         assert isinstance(outcome[0], ModelAborted)
         assert str(outcome[0]) == f"the backbone engine ended during the session: {reason}"
-        assert reason in founder.duty.report()["last_error"]
-        await until(lambda: founder.state == "ready")
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
-
-
-async def test_the_end_of_an_idle_workers_engine_is_the_last_error(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, (worker, _) = await ready_swarm(world, 2)
-        await founder.engines.last.lose_holder(worker.node_id, "late", "older trouble")
-        await until(lambda: founder.duty.report()["last_error_recovered"] is True)
-        worker.engines.last.die()
-        await until(lambda: "older trouble" not in founder.duty.report()["last_error"])
-        assert founder.duty.report()["last_error"].startswith(f"{worker.node_id} lost: starting: ")
-        await until(lambda: founder.duty.report()["last_error_recovered"] is True)
+        assert reason in backbone.duty.report()["last_error"]
+        await until(lambda: backbone.state == "ready")
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
 async def test_a_session_that_fails_says_why(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
-        outcome = await start_session(world, founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
         await engine.end_session(engine.sessions[0], "failed", "no_holder_left", "no holder is left")
-        await until(lambda: outcome)
+        await until(lambda: bool(outcome))
         assert isinstance(outcome[0], SessionEnded)
         assert (outcome[0].reason, outcome[0].code) == ("failed", "no_holder_left")
-        assert founder.duty.report()["last_error"] == "no holder is left"
+        assert backbone.duty.report()["last_error"] == "no holder is left"
 
 
 async def test_what_a_client_did_wrong_is_no_error_of_the_node(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
     async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        engine = pause_sessions(founder)
-        outcome = await start_session(world, founder)
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        outcome = await start_session(world, backbone)
         await engine.end_session(engine.sessions[0], "failed", UsageError("").code, "the prompt is empty")
-        await until(lambda: outcome)
+        await until(lambda: bool(outcome))
         assert isinstance(outcome[0], SessionEnded)
         assert outcome[0].detail == "the prompt is empty"
-        assert founder.duty.report()["last_error"] == ""
-        assert founder.duty.report()["last_error_at"] is None
-
-
-async def test_nothing_is_planned_anew_while_a_session_runs(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        engine = pause_sessions(founder)
-        await start_session(world, founder)
-        newcomer = world.join(9, founder)
-        await workers[0].stop()
-        await trio.sleep(120.0)
-        assert founder.revision == 1
-        assert founder.member(newcomer)["state"] == "joined"
-        await engine.end_session(engine.sessions[0], "length")
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-
-
-async def test_nothing_is_planned_anew_while_logits_are_evaluated(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 2)
-        founder.engines.last.ignored.add(EvaluateLogits)
-        with trio.move_on_after(60.0):
-            world.join(9, founder)
-            await founder.duty.evaluate(logits())
-        assert founder.revision == 1
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-
-
-async def test_no_session_starts_on_shards_that_are_about_to_be_replaced(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        for worker in workers:
-            worker.engines.last.ignored.add(LoadShard)
-        world.join(9, founder)
-        for _ in range(10_000):  # tick by tick: not a moment may lie between
-            if founder.revision == 2:
-                break
-            await trio.lowlevel.checkpoint()
-        assert founder.revision == 2
-        with pytest.raises(NotReady, match="0 of 32 experts"):
-            await founder.duty.generate(text(), ignore)
-
-
-async def test_a_late_answer_about_an_older_connection_does_no_harm(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        await founder.engines.last.say(HolderConnected(workers[0].node_id))
-        await founder.engines.last.say(HolderConnected(node_of(node_key(99))))
-        await founder.engines.last.lose_holder(node_of(node_key(99)), "late")
-        await trio.sleep(30.0)
-        assert founder.state == "ready"
-
-
-# -- lease and restarts ----------------------------------------------------------------------------
-
-
-async def test_the_lease_is_renewed_long_before_it_ends(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        await trio.sleep(20.0)
-        ends = [
-            each.lease_end_boottime_ns for each in founder.engines.last.received if isinstance(each, SetLease)
-        ]
-        assert len(ends) > 20.0 / LEASE_RENEWAL_S
-        gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
-        assert max(gaps) < LEASE_NS / 3
-        ahead_ns = ends[-1] - round(trio.current_time() * 1e9)
-        assert 0 < ahead_ns <= LEASE_NS * 9 // 10
-
-
-async def test_a_founder_that_restarts_adopts_its_plan(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        workers.append(world.join(9, founder))
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        loads = [each.engines.last.count(LoadShard) for each in workers]
-        await founder.crash()
-        await until(lambda: all(each.state == "isolated" for each in workers))
-        founder.start()
-        assert founder.duty.state()[0] == "starting"
-        await until(lambda: founder.state == "ready")
-        assert founder.revision == 2, "the workers would refuse an older revision"
-        assert [each.engines.last.count(LoadShard) for each in workers] == loads
-        assert all(each.state == "ready" for each in workers)
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-async def test_a_founder_that_has_lost_its_plan_goes_on_above_what_its_workers_hold(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, is_lost: bool
-) -> None:
-    """Where an older plan was put back, the next revision may even be one that was used before."""
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        older = None if is_lost else founder.disk.plan
-        workers.append(world.join(9, founder))
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        workers.append(world.join(8, founder))
-        await until(lambda: founder.revision == 3 and founder.state == "ready")
-        await workers.pop().stop()
-        await until(lambda: founder.revision == 4 and founder.state == "ready")
-        await founder.crash()
-        founder.disk.plan = older
-        founder.start()
-        await until(lambda: founder.state == "ready" and len(founder.engines.last.connected) == 3)
-        assert founder.revision > 4
-        assert all(each.duty.report()["plan"]["revision"] == founder.revision for each in workers)
-
-
-async def test_only_a_newer_plan_of_its_own_term_and_key_moves_a_backbone(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        offered = open_plan(founder.disk.plan or b"", founder.founding.swarm.digest, founder.node_id)
-        for signer, claimed, code in [
-            (node_key(77), replace(offered, revision=9), "wrong_node"),
-            (founder.key, replace(offered, term=2, revision=9), "wrong_plan"),
-            (founder.key, offered, "wrong_plan"),
-            (founder.key, replace(offered, revision=0), "wrong_plan"),
-        ]:
-            signed = sign_message(signer, founder.founding.swarm.digest, claimed)
-            with pytest.raises(RemoteProtocolError) as caught:
-                founder.duty._go_on_above(signed, offered)
-            assert caught.value.code == code
-        await trio.sleep(60.0)
-        assert founder.revision == 1
-
-
-async def test_after_a_restart_who_does_not_come_back_is_replaced(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 2)
-        await founder.crash()
-        await workers[0].crash()
-        founder.start()
-        newcomer = world.join(9, founder)
-        await until(lambda: founder.revision == 2 and founder.state == "ready")
-        assert set(founder.engines.last.connected) == {workers[1].node_id, newcomer.node_id}
-
-
-async def test_stopping_takes_the_engine_along(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 1)
-        started = trio.current_time()
-        founder.engines.last.ignored.add(Shutdown)
-        await founder.stop()
-        assert not founder.engines.last.is_alive
-        assert trio.current_time() - started < 15.0
-
-
-async def test_a_member_that_refuses_every_offer_is_left_out_for_a_while(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, _ = await ready_swarm(world, 3)
-        useless = world.join(9, founder, start=False)
-        fault = EngineFault(None, "engine_failed", "the disk is full", 1)
-        useless.engines.before_start = lambda engine: engine.refusals.update({LoadShard: fault})
-        useless.start()
-        await until(lambda: founder.revision == 2)
-        assert founder.member(useless)["shards"] > 0
-        await until(lambda: founder.revision == 3 and founder.state == "ready")
-        assert founder.member(useless)["shards"] == 0
-        assert (await founder.duty.generate(text(), ignore)).reason == "length"
-
-
-async def test_the_end_of_a_members_stream_shows_at_once(
-    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
-) -> None:
-    async with open_world(model, tmp_path) as world:
-        founder, workers = await ready_swarm(world, 3)
-        crashed = trio.current_time()
-        await workers[0].crash()
-        await until(lambda: founder.state == "degraded")
-        assert trio.current_time() - crashed < 1.0
+        assert backbone.duty.report()["last_error"] == ""
+        assert backbone.duty.report()["last_error_at"] is None
