@@ -760,6 +760,47 @@ def test_local_experts_are_asked_in_the_process(swarm: Swarm) -> None:
     assert kernel.is_closed
 
 
+def test_who_is_removed_or_replaced_between_calls_is_closed_without_another_call(swarm: Swarm) -> None:
+    """A backbone that lost its lease makes no more calls, and keeps no connection and no weights."""
+    kernel, other = ToyKernel(), ToyKernel()
+    swarm.dispatcher.add_holder(LocalHolder(OWN, kernel), EVERYTHING, LOW)
+    worker = swarm.add(EVERYTHING, HIGH)
+    swarm.run()
+    swarm.dispatcher.add_holder(LocalHolder(OWN, other), EVERYTHING, LOW)
+    swarm.dispatcher.remove_holder(worker.node_id, "the lease is over")
+    assert not kernel.is_closed, "a call may be running on it"
+    swarm.dispatcher.settle()
+    assert (kernel.is_closed, other.is_closed, worker.backbone_end.fileno()) == (True, False, -1)
+    swarm.run()
+    assert other.asked
+
+
+def test_a_holder_that_is_offered_again_for_other_parts_stays_open(swarm: Swarm) -> None:
+    kernel = ToyKernel()
+    own = LocalHolder(OWN, kernel)
+    swarm.dispatcher.add_holder(own, EVERYTHING, NOTHING)
+    worker = swarm.add(EVERYTHING, EVERYTHING)
+    swarm.run()
+    assert kernel.asked == []
+    swarm.dispatcher.add_holder(own, EVERYTHING, EVERYTHING)
+    swarm.dispatcher.remove_holder(worker.node_id, "moved")
+    swarm.run()
+    assert len(kernel.asked) == 1
+    assert not kernel.is_closed
+
+
+def test_one_that_serves_is_not_closed_before_the_next_call_whatever_comes_after_it(swarm: Swarm) -> None:
+    kernel, other = ToyKernel(), ToyKernel()
+    own = LocalHolder(OWN, kernel)
+    swarm.dispatcher.add_holder(own, EVERYTHING, NOTHING)
+    swarm.run()
+    swarm.dispatcher.add_holder(own, EVERYTHING, LOW)
+    swarm.dispatcher.add_holder(LocalHolder(OWN, other), EVERYTHING, LOW)
+    assert not kernel.is_closed, "a call may be running on it"
+    swarm.run()
+    assert (kernel.is_closed, other.is_closed) == (True, False)
+
+
 def test_local_experts_stand_in_for_a_worker(swarm: Swarm) -> None:
     swarm.dispatcher.add_holder(LocalHolder(OWN, ToyKernel()), EVERYTHING, NOTHING)
     swarm.add(EVERYTHING, EVERYTHING, default=Deed.INFINITY)
