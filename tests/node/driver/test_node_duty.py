@@ -1,0 +1,220 @@
+"""Whole nodes on a mock clock: real duties and real cores together, until text comes out and keeps coming."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import trio
+from trio.testing import MockClock
+
+from kvasir_node.model.store import StoredModel
+from kvasir_proto.errors import KvasirError
+from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
+from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.sampling import Sampling
+from tests.node.driver.node_world import NodeWorld, TwinNode
+from tests.node.driver.twins import TwinEngine, until
+
+
+@contextlib.asynccontextmanager
+async def open_nodes(model: StoredModel, directory: Path, **rules: Any) -> AsyncIterator[NodeWorld]:
+    async with trio.open_nursery() as nursery:
+        world = NodeWorld(nursery, model, directory, **rules)
+        yield world
+        assert not world.failures, world.failures
+        nursery.cancel_scope.cancel()
+
+
+async def generate(node: TwinNode) -> SessionEnded:
+    async def ignore(_token: TokenEmitted) -> None:
+        await trio.lowlevel.checkpoint()
+
+    return await node.duty.backbone.generate(GenerateRequest("hello", (), 3, Sampling()), ignore)
+
+
+async def test_nodes_elect_a_backbone_and_serve(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        world.start(0, 1, 2, 3)
+        started = trio.current_time()
+        await until(world.is_ready)
+        assert trio.current_time() - started < 20
+        assert world.backbone is not None
+        assert (await generate(world.backbone)).reason == "length"
+
+
+async def ready_nodes(world: NodeWorld, n_nodes: int, n_electors: int | None = None) -> TwinNode:
+    """So many nodes that serve, with all the electors they can have; the backbone among them."""
+    world.start(*range(n_nodes))
+    await until(world.is_ready)
+    await until(lambda: len(electorate_of(world)) == (n_electors or n_nodes))
+    await until(world.is_ready)
+    assert world.backbone is not None
+    return world.backbone
+
+
+def electorate_of(world: NodeWorld) -> tuple[bytes, ...]:
+    core = world.nodes[0].duty._core
+    assert core is not None
+    return core.view().electorate.members
+
+
+async def start_session(world: NodeWorld, node: TwinNode) -> list[Any]:
+    """A session that gives one token and then nothing, and what becomes of it."""
+    engine = backbone_engine(node)
+    engine.n_tokens_emitted_max = 1
+    outcome: list[Any] = []
+
+    async def run() -> None:
+        try:
+            outcome.append(await generate(node))
+        except KvasirError as error:
+            outcome.append(error)
+
+    world.nursery.start_soon(run)
+    await until(lambda: bool(engine.sessions))
+    return outcome
+
+
+def backbone_engine(node: TwinNode) -> TwinEngine:
+    return [each for each in node.engines.all if each.role == "backbone"][-1]
+
+
+async def test_when_the_backbone_dies_a_standby_serves_within_seconds(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        first = await ready_nodes(world, 4)
+        engines = sum(len(each.engines.all) for each in world.nodes)
+        died = trio.current_time()
+        await first.crash()
+        await until(lambda: world.backbone is not None)
+        second = world.backbone
+        assert second is not None
+        assert second is not first
+        await until(lambda: second.duty.backbone.state()[0] in ("ready", "degraded"))
+        took = trio.current_time() - died
+        assert (await generate(second)).reason == "length"
+        assert took < 10.0, took
+        assert sum(len(each.engines.all) for each in world.nodes) == engines, "nothing had to be started"
+        first.start()
+        await until(world.is_ready)
+        assert world.backbone is second, "who comes back takes nothing away"
+
+
+async def test_a_backbone_that_leaves_is_followed_at_once(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        first = await ready_nodes(world, 4)
+        outcome = await start_session(world, first)
+        left = trio.current_time()
+        await first.leave()
+        assert "no longer the backbone" in str(outcome[0])
+        await until(lambda: world.backbone is not None)
+        second = world.backbone
+        assert second is not None
+        await until(lambda: second.duty.backbone.state()[0] in ("ready", "degraded"))
+        took = trio.current_time() - left
+        assert took < 5.0, took
+        assert (await generate(second)).reason == "length"
+
+
+async def test_a_backbone_without_a_quorum_stops_before_another_begins(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        first = await ready_nodes(world, 4)
+        outcome = await start_session(world, first)
+        for each in world.nodes:
+            if each is not first:
+                world.network.cut(first.node_id, each.node_id)
+        await until(lambda: not first.reigns)
+        assert sum(each.reigns for each in world.nodes) == 0, "one ends before the other begins"
+        await until(lambda: bool(outcome))
+        assert "no longer the backbone" in str(outcome[0])
+        await until(lambda: world.backbone is not None)
+        second = world.backbone
+        assert second is not None
+        assert second is not first
+        await until(lambda: second.duty.backbone.state()[0] in ("ready", "degraded"))
+        assert (await generate(second)).reason == "length"
+        for each in world.nodes:
+            world.network.mend(first.node_id, each.node_id)
+        await until(world.is_ready)
+        assert world.backbone is second
+
+
+async def test_a_holder_that_dies_costs_no_session_and_comes_back(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone = await ready_nodes(world, 4)
+        outcome = await start_session(world, backbone)
+        holder = next(each for each in world.nodes if each is not backbone)
+        engine = backbone_engine(backbone)
+        died = trio.current_time()
+        await holder.crash()
+        await until(lambda: holder.node_id not in engine.connected)
+        assert trio.current_time() - died < 10.0
+        await trio.sleep(30.0)
+        assert outcome == []
+        assert backbone.duty.backbone.state()[0] in ("ready", "degraded")
+        holder.start()
+        await until(world.is_ready)
+        await until(lambda: holder.node_id in engine.connected)
+        assert outcome == []
+
+
+async def test_a_restart_faster_than_any_suspicion_is_noticed(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone = await ready_nodes(world, 4)
+        holder = next(each for each in world.nodes if each is not backbone)
+        engine = backbone_engine(backbone)
+        before = engine.connected[holder.node_id].certificate
+        await holder.crash()
+        holder.start()
+        await until(
+            lambda: (
+                holder.node_id in engine.connected and engine.connected[holder.node_id].certificate != before
+            )
+        )
+        await until(world.is_ready)
+
+
+async def test_a_newcomer_is_taken_in_under_a_session(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone = await ready_nodes(world, 4)
+        outcome = await start_session(world, backbone)
+        (newcomer,) = world.start(9)
+        engine = backbone_engine(backbone)
+        await until(lambda: newcomer.node_id in engine.connected)
+        for _ in range(100):
+            await trio.sleep(0.2)
+            assert backbone.duty.backbone.state()[0] in ("ready", "degraded")
+        assert outcome == []
+        await until(world.is_ready)
+
+
+async def test_engines_that_die_are_replaced_and_everything_serves_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone = await ready_nodes(world, 4)
+        holder = next(each for each in world.nodes if each is not backbone)
+        for node, role in [(backbone, "backbone"), (holder, "worker"), (backbone, "worker")]:
+            engine = next(each for each in node.engines.all if each.role == role and each.is_alive)
+            count = len(node.engines.all)
+            engine.die()
+            await until(lambda node=node, count=count: len(node.engines.all) > count)  # type: ignore[misc]
+            await until(world.is_ready)
+            assert world.backbone is backbone, "an engine is not the node"
+            assert (await generate(backbone)).reason == "length"
