@@ -10,8 +10,10 @@ from typing import Any
 import trio
 from trio.testing import MockClock
 
+from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.errors import KvasirError
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.sampling import Sampling
@@ -218,3 +220,26 @@ async def test_engines_that_die_are_replaced_and_everything_serves_again(
             await until(world.is_ready)
             assert world.backbone is backbone, "an engine is not the node"
             assert (await generate(backbone)).reason == "length"
+
+
+async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        world.start(0)
+        imprecise = HolderSettings("127.0.0.1", 0, 1, 1 << 30, accumulation="F16")
+        world.start(1, 2, holder=imprecise)
+        founder = world.nodes[0]
+        await until(lambda: founder.reigns and founder.duty.state()[0] == "degraded")
+        await until(lambda: founder.duty.backbone.report()["own"]["n_experts"] == model.manifest.n_expert)
+        assert founder.duty.state()[1] == (
+            "the backbone serves 8 experts itself: no worker may serve the output layers"
+        )
+        assert (await generate(founder)).reason == "length"
+        own = backbone_engine(founder).own
+        assert own is not None
+        assert ShardSet.decode(own.shard).layers == model.manifest.moe_layers[-1:]
+        backbone_engine(founder).die()
+        await until(lambda: founder.duty.state()[0] != "degraded")
+        await until(lambda: founder.duty.state()[0] == "degraded")
+        assert founder.duty.backbone.report()["own"]["n_experts"] == 8
