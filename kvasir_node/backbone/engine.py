@@ -420,6 +420,7 @@ class BackboneEngine:
             code = error.code if isinstance(error, RemoteProtocolError) else "unreachable"
             self._channel.send(HolderLost(message.node_id, code, as_sentence(str(error))))
             return
+        self._settle_soon()  # its worker keeps what an older connection of it needs until that one ends
         self._channel.send(HolderConnected(message.node_id))
 
     def _remove_holder(self, message: RemoveHolder) -> None:

@@ -9,9 +9,23 @@ from typing import Any, cast
 
 import pytest
 
+from kvasir_node.backbone import engine as engine_module
 from kvasir_node.backbone.engine import JOBS_WAITING_MAX, BackboneEngine
 from kvasir_node.engine.channel import ControlChannel
-from kvasir_proto.messages.engine import EngineFault, Tokenize, Tokenized
+from kvasir_proto.ids import NodeId, node_id_of
+from kvasir_proto.messages.engine import (
+    ConnectHolder,
+    EngineFault,
+    HolderConnected,
+    LoadOwnShard,
+    RemoveHolder,
+    SetLease,
+    Tokenize,
+    Tokenized,
+)
+from tests.node.toy_experts import EVERYTHING, NOTHING, toy_manifest
+
+HOLDER = node_id_of(bytes(32))
 
 
 class ToyTrunk:
@@ -80,3 +94,58 @@ def test_a_request_too_many_is_refused_at_once(
     trunk.release.set()
     answers = [control[0].receive() for _ in range(JOBS_WAITING_MAX + 1)]
     assert answers == [Tokenized(request, (97,)) for request in range(1, JOBS_WAITING_MAX + 2)]
+
+
+class RecordingDispatcher:
+    """Notes what it is told, and each time the decode thread settles it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.settled = threading.Semaphore(0)
+
+    def set_authority(self, epoch: int, term: int) -> None:
+        self.told.append(f"authority {epoch} {term}")
+
+    def add_holder(self, *_all: object) -> None:
+        self.told.append("add")
+
+    def remove_holder(self, _node_id: NodeId, reason: str) -> None:
+        self.told.append(f"remove: {reason}")
+
+    def settle(self) -> None:
+        self.settled.release()
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_holders_that_come_and_go_are_settled_also_while_nothing_is_decoded(
+    engine: BackboneEngine,
+    control: tuple[ControlChannel, ControlChannel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Connections that were replaced or removed would otherwise stay open until somebody wants text."""
+    dispatcher = RecordingDispatcher()
+    engine._dispatcher, engine._manifest = cast(Any, dispatcher), toy_manifest()
+    monkeypatch.setattr(engine_module, "connect_pinned", lambda *_: None)
+    monkeypatch.setattr(engine_module, "open_remote_holder", lambda *_: None)
+    engine.handle(SetLease(0, 1, (1 << 62)))
+    shard, primary = EVERYTHING.encode(), NOTHING.encode()
+    engine.handle(ConnectHolder(HOLDER, "127.0.0.1", 1, bytes(16), b"c", shard, primary, b"p"))
+    assert control[0].receive() == HolderConnected(HOLDER)
+    assert dispatcher.settled.acquire(timeout=10.0)
+    engine.handle(RemoveHolder(HOLDER, "it left"))
+    assert dispatcher.settled.acquire(timeout=10.0)
+    assert dispatcher.told == ["authority 0 1", "add", "remove: it left"]
+
+
+def test_experts_of_its_own_need_a_hooked_trunk(
+    engine: BackboneEngine, control: tuple[ControlChannel, ControlChannel]
+) -> None:
+    engine.handle(LoadOwnShard(9, HOLDER, "/nowhere", EVERYTHING.encode(), NOTHING.encode(), 1))
+    fault = control[0].receive()
+    assert isinstance(fault, EngineFault)
+    assert (fault.request, fault.detail) == (9, "no trunk is loaded that needs experts")
