@@ -26,6 +26,8 @@ _SHORT_FLAGS: Final = {
     "swarm.bootstrap": "--bootstrap",
     "swarm.workers_min": "--workers-min",
     "swarm.holders": "--holders",
+    "swarm.lan": "--lan",
+    "node.ranks": "--ranks",
     "engine.threads": "--threads",
     "engine.device": "--device",
 }

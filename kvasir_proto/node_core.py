@@ -111,6 +111,8 @@ if TYPE_CHECKING:
 
 REVIEW_DELAY: Final[Duration] = milliseconds(200)
 """How long after a change everything that follows from many facts is looked at again."""
+RTT_IGNORED: Final[Duration] = milliseconds(50)
+"""Round trips below it are all the same to placement: a LAN's, and what a busy machine adds to them."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often it is looked at while an elector is not alive: it counts how long."""
 
@@ -450,6 +452,7 @@ class NodeCore:
                 self._note_refused(request, now)
             case ShardLost():
                 self._served, self._held = None, None
+                self._forget_holding(self._node_id)
                 self._note_change(now.instant)
             case HolderFailed(node_id, _):
                 self._forget_holding(node_id)
@@ -891,7 +894,7 @@ class NodeCore:
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
             rate_rows_s=1_000_000_000 // record.expert_row_ns if record.expert_row_ns else None,
-            rtt_ns=0 if is_own else (member.rtt if member is not None else None),
+            rtt_ns=0 if is_own else _coarse_rtt(member.rtt if member is not None else None),
             state=state,
             is_backbone=is_own,
             holding=standing.holding,
@@ -1030,6 +1033,17 @@ class NodeCore:
 def _is_of(plan: Plan, term: ProvenTerm) -> bool:
     """Whether this is a plan of that term."""
     return (plan.epoch, plan.term) == (term.epoch, term.term)
+
+
+def _coarse_rtt(rtt: Duration | None) -> int | None:
+    """A round trip as placement sees it: not at all below `RTT_IGNORED`, then in powers of two.
+
+    It is measured between control processes, which are slow when their machine is busy: plans must not follow
+    its noise. What is left tells a LAN from a WAN.
+    """
+    if rtt is None:
+        return None
+    return 0 if rtt < RTT_IGNORED else 1 << (rtt - 1).bit_length()
 
 
 def _version(plan: Plan) -> tuple[int, int, int]:

@@ -18,6 +18,8 @@ from kvasir_node.cli.session import CommandSession
 @click.option("--data-port", type=int, help="TCP port for activations; 0 takes a free one.")
 @click.option("--workers-min", type=int, help="Workers to wait for before the first plan, as backbone.")
 @click.option("--holders", type=int, help="Workers that hold each expert, as backbone.")
+@click.option("--ranks", help="Ranks that this node stands for, of backbone,output,bulk.")
+@click.option("--lan", is_flag=True, default=None, help="Find members on this LAN by mDNS, and be found.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")
 @click.option(
@@ -40,6 +42,8 @@ def run(
     data_port: int | None,
     workers_min: int | None,
     holders: int | None,
+    ranks: str | None,
+    lan: bool | None,
     threads: int | None,
     device: str | None,
     model: str | None,
@@ -61,6 +65,8 @@ def run(
         data_port=data_port,
         swarm_workers_min=workers_min,
         swarm_holders=holders,
+        swarm_lan=lan,
+        node_ranks=ranks,
         engine_threads=threads,
         engine_device=device,
         model=model,

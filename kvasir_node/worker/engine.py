@@ -14,9 +14,10 @@ import hashlib
 import json
 import resource
 import socket
+import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -70,6 +71,17 @@ backbone out; a backbone shows its token at once.
 """
 
 
+@dataclass(eq=False, slots=True)
+class _Loaded:
+    """A shard in memory, and who is served from it; superseded, it goes with its last connection."""
+
+    kernel: ExpertKernel
+    model_digest: bytes
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    connections: set[socket.socket] = field(default_factory=set)
+    is_superseded: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _ExpectedDialler:
     node_id: NodeId
@@ -83,9 +95,11 @@ class WorkerEngine:
     def __init__(self, channel: ControlChannel, credentials: EngineCredentials) -> None:
         self._channel = channel
         self._credentials = credentials
-        self._kernel: ExpertKernel | None = None
-        self._kernel_lock = threading.Lock()
-        self._model_digest = b""
+        self._loaded: _Loaded | None = None
+        self._superseded: _Loaded | None = None
+        """The shard before, as long as a backbone is served from it that has not dialled again."""
+        self._loading_lock = threading.Lock()
+        """Held while what is loaded changes, or a connection enters or leaves it."""
         self._fence = (0, 0)
         self._expected: dict[bytes, _ExpectedDialler] = {}
         self._expected_lock = threading.Lock()
@@ -129,15 +143,31 @@ class WorkerEngine:
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
             self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return
-        with self._kernel_lock:
-            previous, self._kernel = self._kernel, kernel
-            self._model_digest = manifest.digest()
-            if previous is not None:
-                previous.close()
-        # A new shard means a new plan: old connections end, their backbone dials again for the new one. Only
-        # now, or one that is being made would be left with the old kernel.
-        self._end_connections()
+        self._replace(_Loaded(kernel, manifest.digest()))
         self._channel.send(ShardLoaded(message.request, kernel.memory_bytes, shard.digest()))
+
+    def _replace(self, loaded: _Loaded) -> None:
+        """Serve new connections from this shard; those of the one before go on until their backbone ends them.
+
+        It dials again for the new shard, and a session that runs meanwhile must not be without a holder. Of
+        the shard before that one connections end now.
+        """
+        with self._loading_lock:
+            oldest, self._superseded, self._loaded = self._superseded, self._loaded, loaded
+            if self._superseded is not None:
+                self._superseded.is_superseded = True
+                self._free_if_unused(self._superseded)
+            ending = list(oldest.connections) if oldest is not None else []
+        for connection in ending:
+            _shut_down(connection)
+
+    def _free_if_unused(self, loaded: _Loaded) -> None:
+        """Free a shard that nobody is served from any more. The caller holds the loading lock."""
+        if loaded.is_superseded and not loaded.connections:
+            with loaded.lock:
+                loaded.kernel.close()
+            if self._superseded is loaded:
+                self._superseded = None
 
     def _listen(self, message: Listen) -> None:
         self._stop_listening()
@@ -220,17 +250,7 @@ class WorkerEngine:
             self._connections.add(connection)
             connection.do_handshake()
             check_pinned(connection, hashlib.sha256(certificate).digest())
-            kernel = self._kernel
-            if kernel is None:
-                raise RemoteProtocolError("no shard is loaded yet", code="not_open")
-            reason = BackboneConnection(
-                connection,
-                kernel,
-                self._kernel_lock,
-                self._check_opening,
-                lambda: self._fence,
-                self._counters,
-            ).serve(self._stop)
+            reason = self._serve_from_shard(connection)
         except (OSError, RemoteProtocolError) as error:
             reason = str(error) or type(error).__name__
         finally:
@@ -244,6 +264,27 @@ class WorkerEngine:
                 log.info("stranger_refused", reason=reason)
             else:
                 log.info("connection_ended", node=node_id, reason=reason)
+
+    def _serve_from_shard(self, connection: ssl.SSLSocket) -> str:
+        """Serve a backbone from the shard that is loaded now; why it ended."""
+        with self._loading_lock:
+            loaded = self._loaded
+            if loaded is None:
+                raise RemoteProtocolError("no shard is loaded yet", code="not_open")
+            loaded.connections.add(connection)
+        try:
+            return BackboneConnection(
+                connection,
+                loaded.kernel,
+                loaded.lock,
+                lambda opening: self._check_opening(opening, loaded.model_digest),
+                lambda: self._fence,
+                self._counters,
+            ).serve(self._stop)
+        finally:
+            with self._loading_lock:
+                loaded.connections.discard(connection)
+                self._free_if_unused(loaded)
 
     def _recognise(self, sock: socket.socket) -> _ExpectedDialler:
         """Read the one-time token; who it was given to, and the certificate that node's engine must have."""
@@ -265,8 +306,8 @@ class WorkerEngine:
             raise RemoteProtocolError("the token has expired", code="bad_token")
         return expected
 
-    def _check_opening(self, opening: Opening) -> None:
-        if opening.model_digest != self._model_digest:
+    def _check_opening(self, opening: Opening, model_digest: bytes) -> None:
+        if opening.model_digest != model_digest:
             raise RemoteProtocolError("another model is loaded here", code="wrong_model")
         if (opening.epoch, opening.term) != self._fence:
             raise RemoteProtocolError(
@@ -285,10 +326,13 @@ class WorkerEngine:
 
     def _statistics(self) -> dict[str, int]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
+        with self._loading_lock:
+            held = [each for each in (self._loaded, self._superseded) if each is not None]
+            memory_bytes = sum(each.kernel.memory_bytes for each in held)
         return {
             **dataclasses.asdict(self._counters),
             "cpu_ns": int((usage.ru_utime + usage.ru_stime) * 1e9),
-            "memory_bytes": self._kernel.memory_bytes if self._kernel else 0,
+            "memory_bytes": memory_bytes,
             "connections": len(self._connections),
         }
 
