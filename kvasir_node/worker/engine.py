@@ -147,7 +147,7 @@ class WorkerEngine:
         self._channel.send(ShardLoaded(message.request, kernel.memory_bytes, shard.digest()))
 
     def _replace(self, loaded: _Loaded) -> None:
-        """Serve new connections from this shard; those of the one before go on until their backbone ends them.
+        """Serve new connections from this shard; those of the one before go on until they end.
 
         It dials again for the new shard, and a session that runs meanwhile must not be without a holder. Of
         the shard before that one connections end now.
