@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.limits import SENTENCE_LENGTH_MAX, as_sentence
-from kvasir_proto.messages.swarm import SWARM, Leave
+from kvasir_proto.messages.swarm import SWARM, Refusal
 
 ANY_TEXT = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=50)
 
 
 @given(ANY_TEXT, st.sampled_from([0, SENTENCE_LENGTH_MAX - 1, SENTENCE_LENGTH_MAX, SENTENCE_LENGTH_MAX + 1]))
 def test_any_text_becomes_a_sentence(text: str, padding: int) -> None:
-    message = Leave(as_sentence(text + "." * padding))
+    message = Refusal("busy", as_sentence(text + "." * padding))
     assert decode(encode(message), SWARM) == message
 
 

@@ -14,7 +14,7 @@ from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import SwarmDigest, node_id_of
 from kvasir_proto.limits import SIGNED_SIZE_MAX
 from kvasir_proto.messages import Family
-from kvasir_proto.messages.swarm import SWARM, Heartbeat, Leave
+from kvasir_proto.messages.swarm import SWARM, Hello, Refusal
 from kvasir_proto.signing import SIGNED, Signed, open_signed, sign, sign_message, signed_bytes, verify
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -63,17 +63,17 @@ def test_different_things_have_different_signed_bytes(
 
 
 def test_signed_message_comes_back_with_its_signer() -> None:
-    message = Leave("going home")
+    message = Refusal("busy", "going home")
     opened = open_signed(sign_message(KEY, SWARM_A, message), SWARM, SWARM_A)
     assert opened == (message, node_id_of(KEY.public_key().public_bytes_raw()))
 
 
 def test_signed_message_must_be_of_the_family_and_of_the_kind_it_was_signed_as() -> None:
-    only_leave = Family("leave", (Leave,), 4096)
+    only_refusals = Family("refusal", (Refusal,), 4096)
     with pytest.raises(RemoteProtocolError) as caught:
-        open_signed(sign_message(KEY, SWARM_A, Heartbeat(1, "ready", "")), only_leave, SWARM_A)
+        open_signed(sign_message(KEY, SWARM_A, Hello((1,), "0.1")), only_refusals, SWARM_A)
     assert caught.value.code == "wrong_kind"
-    disguised = encode(sign(KEY, "leave", SWARM_A, encode(Heartbeat(1, "ready", ""))))
+    disguised = encode(sign(KEY, "refusal", SWARM_A, encode(Hello((1,), "0.1"))))
     with pytest.raises(RemoteProtocolError) as caught:
         open_signed(disguised, SWARM, SWARM_A)
     assert caught.value.code == "wrong_kind"
@@ -81,7 +81,7 @@ def test_signed_message_must_be_of_the_family_and_of_the_kind_it_was_signed_as()
 
 @given(st.data())
 def test_mutated_signed_messages_are_refused(data: st.DataObject) -> None:
-    mutated = bytearray(sign_message(KEY, SWARM_A, Leave("going home")))
+    mutated = bytearray(sign_message(KEY, SWARM_A, Refusal("busy", "going home")))
     place = data.draw(st.integers(0, len(mutated) - 1))
     mutated[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RemoteProtocolError):

@@ -20,9 +20,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.\-])/(wo" + r"rk|ro" + r"ot|t" + r"mp)/")
 REGISTRY = re.compile(
     "|".join(("py" + "pi.org", "python" + "hosted", "npm" + "js", "deb" + ".debian.org", "proxy" + ".golang"))
 )
-# Libp2p's word, which may be said of libp2p and of the operating system's functions of that name, and in the
-# one option of `bench` that names other programs, and of the command that lists members, which people look for
-# under that name.
+# Libp2p's word, which may be said of libp2p and of the operating system's functions of that name, in the one
+# option of `bench` that names other programs, and of the command that lists members, which people look for so.
 PEER = re.compile(r"(?<![A-Za-z])[Pp]eers?(?![a-z])|_PEER_")
 PEER_OF_OTHERS = re.compile(
     r"libp2p peer id|--peers\b|peer-to-peer|"

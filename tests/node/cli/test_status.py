@@ -255,7 +255,7 @@ def test_check_and_watch_exclude_each_other(tmp_path: Path) -> None:
     assert call("status", "--check", "--watch", home=tmp_path).status == 2
 
 
-# --- `peers` --------------------------------------------------------------------------------------------------
+# --- `peers` ------------------------------------------------------------------------------------------------
 
 
 def test_members_are_listed_a_line_with_path_round_trip_and_addresses(tmp_path: Path) -> None:
