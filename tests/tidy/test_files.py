@@ -21,7 +21,7 @@ REGISTRY = re.compile(
     "|".join(("py" + "pi.org", "python" + "hosted", "npm" + "js", "deb" + ".debian.org", "proxy" + ".golang"))
 )
 # Libp2p's word, which may be said of libp2p and of the operating system's functions of that name, in the one
-# option of `bench` that names other programs, and of the command that lists members, which people look for so.
+# option of `bench` that names other programs, and of the command that lists members: people look for that.
 PEER = re.compile(r"(?<![A-Za-z])[Pp]eers?(?![a-z])|_PEER_")
 PEER_OF_OTHERS = re.compile(
     r"libp2p peer id|--peers\b|peer-to-peer|"
