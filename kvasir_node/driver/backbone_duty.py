@@ -394,7 +394,7 @@ class BackboneDuty:
     def _ready_engine(self) -> EnginePort:
         state, reason = self.state()
         if self._reign is None:
-            raise NotReady(f"this node is not the backbone: {reason}")
+            raise NotReady(f"this node is not the backbone: {reason}{self._who_serves()}")
         if state not in ("ready", "degraded") or self._engine is None:
             raise NotReady(f"the swarm is {state}: {reason}")
         return self._engine
@@ -427,6 +427,12 @@ class BackboneDuty:
             fewer = f"some expert has {coverage.holders_min} of {planned} planned holders"
             return "degraded", "; ".join([fewer, *self._failures()])
         return ("degraded", plan.degraded) if plan.degraded else ("ready", "")
+
+    def _who_serves(self) -> str:
+        fence = self._core.view().fence
+        if fence is None or fence.backbone == self._node_id:
+            return ""
+        return f"; sessions run on {fence.backbone}"
 
     def _why_no_reign(self) -> str:
         return self._end_of_reign or "it holds no lease"
