@@ -506,7 +506,7 @@ class BackboneDuty:
             self._end_reign_of(reign.version, "it gives the lease back")
             self._note_change()
         engine = self._engine
-        if engine is None or engine.has_ended or self._released == (0, 0):
+        if engine is None or engine.has_ended:
             return
         is_heard = False
         with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True), contextlib.suppress(EngineFailed):
@@ -576,7 +576,6 @@ class BackboneDuty:
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._engine = engine
-                self._to_tell.clear()
                 if self._reign is not None:
                     self._tell_lease(self._reign)
                 nursery.start_soon(self._deliver, engine)
@@ -594,8 +593,6 @@ class BackboneDuty:
     def _forget_engine(self) -> None:
         self._engine = self._trunk = None
         self._to_tell.clear()
-        if self._reign_scope is not None:
-            self._reign_scope.cancel()
         for session in self._sessions.values():
             session.tokens.close()
         self._holders.disconnect_all("the backbone engine has ended")
@@ -644,8 +641,6 @@ class BackboneDuty:
             try:
                 async with open_unwrapping_nursery() as nursery:
                     self._reign_scope = nursery.cancel_scope
-                    if self._reign is not reign:
-                        continue
                     nursery.start_soon(self._keep_own_shard, engine, reign)
                     nursery.start_soon(self._keep_holders, engine, reign, nursery)
             finally:

@@ -88,7 +88,8 @@ class TwinHolder:
         self.load_s = LOAD_S
         self.is_up = True
         self.grant_error: RemoteProtocolError | None = None
-        self.grants = 0
+        self.granted_to: list[bytes] = []
+        """The certificate of each engine that it was asked to expect."""
         self._sequence = 0
         self.engine = self._new_engine()
         backbone.core.records[self.node_id] = self.record(None)
@@ -102,6 +103,11 @@ class TwinHolder:
         engine.address = ("127.0.0.1", 5000 + engine.process.pid)
         self.world.engines.append(engine)
         return engine
+
+    @property
+    def grants(self) -> int:
+        """How often it was asked to expect a connection, and did."""
+        return len(self.granted_to)
 
     def pose_as(self, number: int) -> None:
         """Show from now on an engine's certificate that another node signed."""
@@ -150,7 +156,7 @@ class TwinHolder:
             )
             if self.grant_error is not None:
                 raise self.grant_error
-            self.grants += 1
+            self.granted_to.append(message.engine_certificate)
             token = secrets.token_bytes(16)
             self.engine.expected[token] = ExpectDialler(
                 token, message.engine_certificate, "backbone", node_id, now() + 10_000_000_000

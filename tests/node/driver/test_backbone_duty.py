@@ -895,6 +895,7 @@ async def test_a_slow_holder_is_connected_again_with_growing_delays(
         assert delays == sorted(delays)
         assert delays[0] < 2.0
         assert 8.0 < delays[-1] < 20.0
+        assert len(backbone.host.dialled) == 3, "the connection between the nodes is there still"
         await trio.sleep(120.0)
         lost = trio.current_time()
         await backbone.engine.lose_holder(slow.node_id, "late", "no reply")
@@ -1002,6 +1003,56 @@ async def test_a_late_answer_about_an_older_connection_does_no_harm(
         assert not backbone.core.commanded(HolderFailed)
 
 
+async def test_a_connection_that_cannot_be_renewed_is_not_trusted_any_more(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, (holder, _) = await serving_backbone(world, 2)
+        holder.grant_error = RemoteProtocolError("the worker engine is starting", "engine_starting")
+        backbone.offer(holder.node_id)
+        await until(lambda: backbone.line(holder)["state"] == "unreachable")
+        await until(lambda: holder.node_id not in backbone.engine.connected)
+        holder.grant_error = None
+        await until(lambda: backbone.state == "ready")
+
+
+async def test_a_removal_that_the_engine_has_not_heard_yet_does_not_hit_a_newer_connection(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        backbone.elect()
+        backbone.issue(backbone.make(backbone, holder, holders=1))
+        await until(lambda: backbone.state == "ready")
+        gate = hold_up_leases(backbone)
+        backbone.renew()
+        await trio.sleep(0.01)
+        backbone.lose()
+        backbone.elect(2)
+        backbone.issue(backbone.make(backbone, holder, holders=1))
+        await until(lambda: backbone.state == "ready")
+        gate.set()
+        await trio.sleep(5.0)
+        assert holder.node_id in backbone.engine.connected
+        assert backbone.engine.own is not None
+
+
+def hold_up_leases(backbone: TwinBackbone) -> trio.Event:
+    """Until the event is set the engine takes no lease, nor what waits behind it, but what others send."""
+    gate = trio.Event()
+    engine = backbone.engine.engine
+    send = engine.send
+
+    async def wait_and_send(message: EngineMessage) -> None:
+        if isinstance(message, SetLease):
+            await gate.wait()
+        await send(message)
+
+    engine.send = wait_and_send  # type: ignore[method-assign]
+    return gate
+
+
 async def test_who_dies_while_being_connected_is_not_asked_behind_our_back(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
@@ -1054,9 +1105,11 @@ async def test_a_backbone_may_hold_everything_itself(
     async with open_world(model, tmp_path) as world:
         backbone = TwinBackbone(world)
         backbone.elect()
-        backbone.issue(backbone.make(backbone))
-        await until(lambda: backbone.state == "ready")
+        backbone.issue(replace(backbone.make(backbone), degraded="no worker may serve the output layers"))
+        await until(lambda: backbone.state == "degraded")
+        assert backbone.reason == "no worker may serve the output layers"
         assert backbone.duty.report()["own"]["n_experts"] == 32
+        assert (await backbone.duty.generate(text(), ignore)).reason == "length"
 
 
 async def test_own_experts_follow_the_plan_and_are_not_loaded_twice(
@@ -1251,6 +1304,30 @@ async def test_a_client_that_does_not_read_holds_up_nobody(
         await until(lambda: engine.count(CancelSession) == sent + 1)
 
 
+async def test_a_slow_client_hears_of_the_end_of_the_reign_and_of_nothing_after_it(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        read: list[int] = []
+
+        async def slowly(token: TokenEmitted) -> None:
+            read.append(token.position)
+            await trio.sleep(10.0)
+
+        outcome = await start_session(world, backbone, 5, slowly)
+        (session,) = engine.sessions
+        engine.ignored.add(CancelSession)
+        backbone.lose()
+        await engine.emit(session, 1)
+        await engine.end_session(session, "cancelled")
+        await until(lambda: bool(outcome))
+        assert str(outcome[0]) == "this node is no longer the backbone: lease over"
+        assert read == [0]
+        assert len(backbone.engines.all) == 1
+
+
 async def test_sessions_are_bounded(autojump_clock: MockClock, model: StoredModel, tmp_path: Path) -> None:
     async with open_world(model, tmp_path) as world:
         backbone, _ = await serving_backbone(world, 1)
@@ -1304,6 +1381,49 @@ async def test_an_engine_that_does_not_answer_any_more_is_killed_and_its_session
         assert not engine.is_alive
         await until(lambda: backbone.state == "ready")
         assert (await backbone.duty.generate(text(), ignore)).reason == "length"
+
+
+async def test_an_engine_that_dies_at_work_is_blamed_and_not_those_it_worked_for(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        await until(lambda: backbone.state == "standby")
+        engine = backbone.engine
+        engine.ignored |= {ConnectHolder, LoadOwnShard}
+        backbone.elect()
+        backbone.issue(backbone.make(backbone, holder, holders=1))
+        await until(lambda: engine.count(ConnectHolder) == 1 and engine.count(LoadOwnShard) == 1)
+        engine.die()
+        await until(lambda: backbone.state == "ready")
+        assert not backbone.core.commanded(HolderFailed)
+        assert not backbone.core.commanded(ShardRefused)
+        assert not backbone.core.commanded(ShardLost), "it held nothing yet"
+
+
+async def test_nothing_more_is_asked_of_an_engine_that_is_being_ended(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, (holder,) = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        engine.ignored.add(Shutdown)
+
+        async def never(_token: TokenEmitted) -> None:
+            await trio.sleep_forever()
+
+        await start_session(world, backbone, 5, never)
+        for position in range(20):
+            await engine.emit(engine.sessions[0], position)
+        await until(lambda: backbone.state == "starting")
+        heard = len(engine.received)
+        backbone.duty.take_event(HolderReady(holder.node_id, backbone.plan, 1))  # type: ignore[arg-type]
+        backbone.renew()
+        await until(lambda: backbone.engine is not engine)
+        assert {type(each) for each in engine.received[heard:]} <= {Shutdown, QueryStatistics}
+        assert holder.granted_to.count(engine.certificate) == 1
+        await until(lambda: backbone.state == "ready")
 
 
 async def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly(
