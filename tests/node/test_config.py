@@ -26,6 +26,10 @@ port = 4002
 bootstrap = ["{ADDRESS}"]
 workers_min = 3
 holders = 2
+electors = ["{NODE}"]
+lan = true
+[node]
+ranks = ["bulk", "backbone"]
 [engine]
 threads = 4
 context_tokens = 8192
@@ -54,6 +58,8 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert (configuration.listen_port, configuration.data_port) == (4001, 4002)
     assert configuration.swarm_bootstrap == (ADDRESS,)
     assert (configuration.swarm_workers_min, configuration.swarm_holders) == (3, 2)
+    assert (configuration.swarm_electors, configuration.swarm_lan) == ((NODE,), True)
+    assert configuration.node_ranks == ("backbone", "bulk")
     assert configuration.engine_threads == 4
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
     assert configuration.engine_device == "Vulkan0"
@@ -79,6 +85,7 @@ def test_a_variable_sets_every_key(tmp_path: Path) -> None:
     for setting in load_configuration(write(tmp_path, EVERYTHING), {}).settings():
         value = setting.value
         text = ",".join(value) if isinstance(value, tuple) else str(value)
+        text = text.lower() if isinstance(value, bool) else text
         found = load_configuration(tmp_path / "none", {variable_of(setting.name): text})
         assert {each.name: each.value for each in found.settings()}[setting.name] == value
 
@@ -95,6 +102,13 @@ def test_a_variable_sets_every_key(tmp_path: Path) -> None:
         ("[listen]\nhost = 'localhost'", ["listen.host", "IP address"]),
         ("[listen]\nhost = 7", ["listen.host"]),
         ("[engine]\nthreads = 0", ["engine.threads"]),
+        ("[swarm]\nlan = 1", ["swarm.lan", "true or false"]),
+        ("[swarm]\nlan = 'yes'", ["swarm.lan", "true or false"]),
+        ("[swarm]\nelectors = ['me']", ["swarm.electors", "node ids"]),
+        ("[swarm]\nelectors = 7", ["swarm.electors", "node ids"]),
+        ("[node]\nranks = []", ["node.ranks", "backbone, output, bulk"]),
+        ("[node]\nranks = ['bulk', 'bulk']", ["node.ranks", "at most once"]),
+        ("[node]\nranks = 'worker'", ["node.ranks", "backbone, output, bulk"]),
         ("[engine]\ndevice = ''", ["engine.device", "doctor"]),
         ("[engine]\ndevice = 'CUDA0,CUDA1'", ["engine.device", "one device"]),
         ("[engine]\ndevice = 0", ["engine.device"]),

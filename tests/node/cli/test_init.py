@@ -76,7 +76,7 @@ def test_what_a_swarm_is_founded_with_is_in_its_manifest(tmp_path: Path, options
     assert swarm.manifest.compact_activations is ("--compact-activations" in options)
     assert swarm.manifest.partial_sums is ("--partial-sums" in options)
     assert swarm.manifest.admission == ("invite" if "--admission" in options else "open")
-    assert swarm.manifest.electorate == ("open" if "--electorate" in options else "pinned")
+    assert swarm.manifest.electorate == ("pinned" if "--electorate" in options else "open")
     assert swarm.manifest.certificates == "claimed"
 
 
