@@ -1,9 +1,10 @@
 """The demonstration: a real swarm on this machine, then a single process beside it, then the comparison.
 
 Every node is a daemon of its own with its own home, started by the same command a user would type; they find
-each other over libp2p and serve the shipped model. The single process is the same llama.cpp on the same
-weights without a swarm. What is compared is what both computed: the token ids, and the logits of every
-position. The nodes end with this process however it ends; what they leave in their directory is the caller's.
+each other over libp2p, elect their backbone and serve the shipped model as its plan places it. The single
+process is the same llama.cpp on the same weights without a swarm. What is compared is what both computed: the
+token ids, and the logits of every position. The nodes end with this process however it ends; what they leave
+in their directory is the caller's.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoNode:
-    """One daemon of the demonstration."""
+    """One daemon of the demonstration; ``name`` is that of its home."""
 
-    role: str
+    name: str
     process: subprocess.Popen[bytes]
     locations: Locations
     log_file: Path
@@ -77,6 +78,16 @@ class DemoNode:
     def log_tail(self) -> str:
         """The end of what it logged, for an error message."""
         return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSwarm:
+    """The swarm once it is ready: which of its nodes it elected, and the status documents of all."""
+
+    backbone: DemoNode
+    workers: list[DemoNode]
+    backbone_status: dict[str, Any]
+    worker_statuses: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +105,14 @@ async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) 
 
     Raises `EngineFailed` when the swarm does not come up or loses the session.
     """
-    async with _open_swarm(options.n_workers, directory, report.say) as nodes:
-        return await _demonstrate(options, nodes, directory, report)
+    async with _open_swarm(options.n_workers, directory, report.say) as swarm:
+        return await _demonstrate(options, swarm, directory, report)
 
 
 async def _demonstrate(
-    options: DemoOptions, nodes: list[DemoNode], directory: Path, report: DemoReporter
+    options: DemoOptions, swarm: DemoSwarm, directory: Path, report: DemoReporter
 ) -> dict[str, Any]:
-    backbone = nodes[0]
-    started = await backbone.status()
-    workers = [await node.status() for node in nodes[1:]]
+    backbone, started, workers = swarm.backbone, swarm.backbone_status, swarm.worker_statuses
     processes = _processes(started, workers)
     report.show(started, workers)
     request = GenerateRequest(
@@ -119,7 +128,7 @@ async def _demonstrate(
             if options.kill_worker:
                 victim = workers[-1]["engine"]["pid"]
                 killed_pid, (tokens, text, end) = await _generate_while_killing(
-                    connection, request, victim, nodes[-1], report.text
+                    connection, request, victim, swarm.workers[-1], report.text
                 )
             else:
                 tokens, text, end = await collect_text(connection, request, report.text)
@@ -130,7 +139,7 @@ async def _demonstrate(
     report.say("running the same in a single process")
     reference, exact = await _compare(options, backbone, tokens, directory)
     finished = await backbone.status()
-    alive = nodes[1:-1] if options.kill_worker else nodes[1:]
+    alive = swarm.workers[:-1] if options.kill_worker else swarm.workers
     decisions = _worker_decisions(finished, [await node.status() for node in alive])
     same_text = reference["tokens"] == tokens
     result: dict[str, Any] = {
@@ -142,6 +151,8 @@ async def _demonstrate(
             and finished["experts_missing_total"] == 0
         ),
         "processes": processes,
+        "election": {key: started[key] for key in ("epoch", "term", "votes", "backbone")},
+        "placement": _placement(started),
         "model": started["model"],
         "text": text,
         "tokens": len(tokens),
@@ -258,45 +269,89 @@ def _processes(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> list[
     return processes
 
 
+def _placement(backbone: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the backbone's plan makes of each node: the ranks it fills, and what they follow from."""
+    own = {**backbone, "shards": backbone["n_experts_held"]}
+    return [
+        {
+            "node": each["node_id"],
+            "accumulation": each["accumulation"],
+            "ranks": each["ranks"],
+            "experts": each["shards"],
+        }
+        for each in (own, *backbone["members"])
+    ]
+
+
 def _worker_decisions(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> int:
     """Rows that workers computed and nobody had routed to them.
 
     The backbone counts what it asked of each holder, each worker what it computed; a worker that chose
-    experts or rows of its own would show here.
+    experts or rows of its own would show here. Fewer computed than asked are no choice: a worker that is
+    about to give up experts refuses, and another holder computes those rows.
     """
     if any(each["engine_statistics"] is None for each in (backbone, *workers)):
         raise EngineFailed("an engine did not answer when it was asked for its counters")
     asked = backbone["engine_statistics"]["dispatch"]["rows_by_holder"]
-    return sum(abs(each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers)
+    return sum(
+        max(0, each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers
+    )
 
 
 @contextlib.asynccontextmanager
 async def _open_swarm(
     n_workers: int, directory: Path, say: Callable[[str], None]
-) -> AsyncIterator[list[DemoNode]]:
-    """The backbone and its workers, ready; all of them are gone at the end."""
+) -> AsyncIterator[DemoSwarm]:
+    """The elected backbone and the others, ready; all of them are gone at the end."""
     nodes: list[DemoNode] = []
     try:
         say("founding a swarm")
-        home = directory / "backbone"
+        home = directory / "node-1"
         locations = locate(home, _environment())
         founder = app.open_home(locations, load_configuration(locations.config_file, {}))
         app.found_swarm(founder, app.resolve_model(founder, None))
-        say(f"starting a backbone and {n_workers} workers, each a process of its own")
-        nodes.append(_start_node("backbone", home, "--workers-min", str(n_workers)))
+        say(f"starting {n_workers + 1} nodes, each a daemon of its own")
+        # Whoever is elected is to wait for all the others before it places any expert.
+        patience = ("--workers-min", str(n_workers))
+        nodes.append(_start_node(home, *patience))
         address = (await _wait_status(nodes, 0, lambda document: bool(document["addresses"])))["addresses"][0]
         nodes.extend(
-            _start_node("worker", directory / f"worker-{index + 1}", "--bootstrap", address)
-            for index in range(n_workers)
+            _start_node(directory / f"node-{number}", "--join", address, *patience)
+            for number in range(2, n_workers + 2)
         )
-        say("waiting until they have found each other and loaded their experts")
-        await _wait_status(nodes, 0, lambda document: document["state"] == "ready")
-        for index in range(1, len(nodes)):
-            await _wait_status(nodes, index, lambda document: document["state"] == "ready")
-        yield nodes
+        say("waiting until they have found each other, elected a backbone and loaded their experts")
+        yield await _wait_ready(nodes)
     finally:
         with trio.CancelScope(shield=True):
             await _stop_nodes(nodes)
+
+
+async def _wait_ready(nodes: list[DemoNode]) -> DemoSwarm:
+    """Wait until every node is ready and all follow the same plan of the same backbone."""
+    statuses: list[dict[str, Any]] = []
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        statuses = [
+            await _wait_status(nodes, index, lambda document: document["state"] == "ready")
+            for index in range(len(nodes))
+        ]
+        followed = {
+            (each["backbone"], each["epoch"], each["term"], each["plan"]["revision"]) for each in statuses
+        }
+        if len(followed) == 1 and {each["state"] for each in statuses} == {"ready"}:
+            break
+        await trio.sleep(_POLL_S)
+    else:
+        raise EngineFailed(f"the nodes did not agree on a plan in {READY_TIMEOUT_S:g} s")
+    index = next(
+        each for each, document in enumerate(statuses) if document["node_id"] == document["backbone"]
+    )
+    return DemoSwarm(
+        nodes[index],
+        [node for node in nodes if node is not nodes[index]],
+        statuses[index],
+        [document for document in statuses if document is not statuses[index]],
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -304,7 +359,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
 
 
-def _start_node(role: str, home: Path, *arguments: str) -> DemoNode:
+def _start_node(home: Path, *arguments: str) -> DemoNode:
     home.mkdir(mode=0o700, exist_ok=True)
     log_file = home / "log"
     with log_file.open("wb") as log:
@@ -320,7 +375,7 @@ def _start_node(role: str, home: Path, *arguments: str) -> DemoNode:
             env=_environment() | {"NO_COLOR": "1"},
             start_new_session=True,
         )
-    return DemoNode(role, process, locate(home, _environment()), log_file)
+    return DemoNode(home.name, process, locate(home, _environment()), log_file)
 
 
 async def _wait_status(
@@ -333,7 +388,7 @@ async def _wait_status(
         for node in nodes:
             if node.process.poll() is not None:
                 raise EngineFailed(
-                    f"the {node.role} ended with status {node.process.returncode}:\n{node.log_tail()}"
+                    f"{node.name} ended with status {node.process.returncode}:\n{node.log_tail()}"
                 )
         with contextlib.suppress(NotRunning, DaemonUnreachable):
             document = await nodes[index].status()
@@ -341,11 +396,11 @@ async def _wait_status(
                 return document
         await trio.sleep(_POLL_S)
     state = f"{document.get('state')}: {document.get('reason')}" if document else "it does not answer"
-    raise EngineFailed(f"the {nodes[index].role} was not ready in {READY_TIMEOUT_S:g} s ({state})")
+    raise EngineFailed(f"{nodes[index].name} was not ready in {READY_TIMEOUT_S:g} s ({state})")
 
 
 async def _stop_nodes(nodes: list[DemoNode]) -> None:
-    """Stop workers first, then the backbone; kill what does not stop."""
+    """Stop them, the founder last; kill what does not stop."""
     async with trio.open_nursery() as nursery:
         for node in reversed(nodes):
             nursery.start_soon(_stop_node, node)

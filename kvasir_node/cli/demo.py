@@ -44,7 +44,7 @@ def demo(
     kill_worker: bool,
     as_json: bool,
 ) -> None:
-    """Run a real swarm on this machine: a backbone and workers, joined over libp2p, the shipped model.
+    """Run a real swarm on this machine: nodes that elect their backbone, over libp2p, with its own model.
 
     Then run the same in a single process and compare. Exit status 1 when they differ.
     """
@@ -99,23 +99,32 @@ def _show_swarm(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> None
         f"\n{model['name']}: {model['arch']}, {model['n_layer']} layers, "
         f"{model['n_expert']} experts a layer, {model['n_expert_used']} used for each token\n"
     )
-    experts = f"{model['n_moe_layer'] * model['n_expert']} experts"
-    rows: list[tuple[object, ...]] = [
+    n_experts = model["n_moe_layer"] * model["n_expert"]
+    rows = [
         (
-            "backbone",
-            short_id(backbone["node_id"]),
-            backbone["engine"]["pid"],
-            backbone["engine"]["backend"],
-            "attention, router, norms, head; no expert",
-        ),
-    ]
-    for each in workers:
-        held = f"{each['n_experts_held']} of {experts}"
-        rows.append(
-            ("worker", short_id(each["node_id"]), each["engine"]["pid"], each["engine"]["backend"], held)
+            role,
+            short_id(each["node_id"]),
+            each["engine"]["pid"],
+            each["engine"]["backend"],
+            each["accumulation"],
+            _held_in_words(each, n_experts),
         )
-    print_table(("ROLE", "NODE", "PID", "BACKEND", "HOLDS"), rows)
+        for role, each in [("backbone", backbone), *(("worker", each) for each in workers)]
+    ]
+    elected = f"{short_id(backbone['node_id'])} is the backbone of epoch {backbone['epoch']}"
+    click.echo(f"{elected}, term {backbone['term']}, by {backbone['votes']} votes\n")
+    print_table(("ROLE", "NODE", "PID", "BACKEND", "ACCUM", "HOLDS"), rows)
     click.echo()
+
+
+def _held_in_words(document: dict[str, Any], n_experts: int) -> str:
+    """What a node does for the swarm: the trunk, and how many experts of which ranks."""
+    parts = ["attention, router, norms, head"] if "backbone" in document["ranks"] else []
+    held = document["n_experts_held"]
+    if held:
+        ranks = " and ".join(each for each in document["ranks"] if each != "backbone")
+        parts.append(f"{held} of {n_experts} experts, {ranks}")
+    return "; ".join(parts) or "nothing"
 
 
 def _print_verdict(result: dict[str, Any]) -> None:
