@@ -293,9 +293,7 @@ def _worker_decisions(backbone: dict[str, Any], workers: list[dict[str, Any]]) -
     if any(each["engine_statistics"] is None for each in (backbone, *workers)):
         raise EngineFailed("an engine did not answer when it was asked for its counters")
     asked = backbone["engine_statistics"]["dispatch"]["rows_by_holder"]
-    return sum(
-        max(0, each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers
-    )
+    return sum(max(0, each["engine_statistics"]["rows"] - asked.get(each["node_id"], 0)) for each in workers)
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,7 @@ from kvasir_node.cli.output import (
 )
 from kvasir_node.cli.remembered import remembered
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.cli.standard_streams import OutputUnwritable, abandon_output
 from kvasir_node.control import request_status
 from kvasir_node.locations import Locations
 from kvasir_proto.errors import DaemonUnreachable, EngineFailed, NotRunning
@@ -29,8 +30,9 @@ from kvasir_proto.errors import DaemonUnreachable, EngineFailed, NotRunning
 WATCH_INTERVAL_S: Final = 2.0
 _SHORT_ID: Final = 8
 _MISSING_SHOWN: Final = 3
+_WELL: Final = ("ready", "serving", "alive")
 _STYLES: Final = {
-    **dict.fromkeys(("ready", "serving", "alive"), "green"),
+    **dict.fromkeys(_WELL, "green"),
     **dict.fromkeys(("starting", "joining", "electing", "loading", "degraded", "stopping"), "yellow"),
     **dict.fromkeys(("suspect", "slow", "indirect", "clock", "left"), "yellow"),
     **dict.fromkeys(("isolated", "conflicted", "dead", "unreachable", "quarantined", "not running"), "red"),
@@ -73,13 +75,13 @@ def status(ctx: click.Context, as_json: bool, check: bool, watch: bool) -> None:
         return
     answer = _ask(session.locations)
     if check:
-        word, reason = answer.document["state"], answer.document["reason"]
-        if as_json:
-            print_json({"schema_version": 1, "state": word, "reason": reason})
-        else:
-            click.echo(f"{word}: {printable(reason)}" if reason else word)
-        ready = word in ("ready", "degraded")
-        ctx.exit(answer.exit_code if not answer.is_from_daemon else 0 if ready else 1)
+        # The exit status is the answer: a line that cannot be written does not change it.
+        try:
+            _print_check(answer.document, as_json)
+        except OutputUnwritable:
+            abandon_output()
+        is_well = answer.document["state"] in ("ready", "degraded")
+        ctx.exit(answer.exit_code if not answer.is_from_daemon else 0 if is_well else 1)
     _show(answer, as_json)
     ctx.exit(answer.exit_code)
 
@@ -91,6 +93,14 @@ def _ask(locations: Locations) -> _Answer:
         word = "not running" if isinstance(error, NotRunning) else "unreachable"
         document = {"schema_version": 1, "state": word, "reason": str(error), **remembered(locations)}
         return _Answer(document, False, error.exit_code)
+
+
+def _print_check(document: dict[str, Any], as_json: bool) -> None:
+    word, reason = document["state"], document["reason"]
+    if as_json:
+        print_json({"schema_version": 1, "state": word, "reason": reason})
+    else:
+        click.echo(f"{word}: {printable(reason)}" if reason else word)
 
 
 def _watch(locations: Locations, as_json: bool) -> None:
@@ -250,7 +260,7 @@ def print_members(document: dict[str, Any]) -> None:
         width_max=80,
         folded=("STATE", "BACKEND"),
     )
-    reasons = [each for each in document["members"] if each["reason"]]
+    reasons = [each for each in document["members"] if each["reason"] and word_of(each) not in _WELL]
     if reasons:
         click.echo()
     for each in reasons:

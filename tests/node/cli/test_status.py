@@ -48,7 +48,7 @@ def backbone(**changes: Any) -> dict[str, Any]:
     """What the backbone of a swarm of five says: one well, one dead, one slow, one that loads."""
     term = ProvenTerm(2, 31, OWN)
     members = (
-        views.member(SECOND),
+        views.member(SECOND, reason="it answers"),
         views.member(THIRD, state="dead", reason=WIDE_REASON, rtt=None),
         views.member(FOURTH, path="indirect", condition="indirect", last_seen=None),
         views.member(FIFTH, condition="clock_wrong", clock_offset=seconds(700)),
@@ -127,6 +127,7 @@ def test_a_backbone_shows_term_electors_coverage_members_and_the_last_error(tmp_
     ]
     assert words == ["serving", "dead", "indirect", "clock"]
     assert f"…{THIRD[-8:]}  dead: no answer to a direct probe" in out
+    assert "it answers" not in out, "what is well needs no reason"
 
 
 def test_a_node_that_joins_says_what_it_knows(tmp_path: Path) -> None:
