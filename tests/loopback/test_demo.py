@@ -35,12 +35,21 @@ def test_the_report_has_every_field_and_the_killed_worker_changed_nothing(tmp_pa
     home = tmp_path / "home"
     command = kvasir("--home", str(home), "demo", "--json", "--kill-worker", "--tokens", str(N_TOKENS))
     done = subprocess.run(command, capture_output=True, timeout=4 * PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
     report = json.loads(done.stdout)
     assert report["passed"] is True
     assert [each["role"] for each in report["processes"]] == ["backbone", "worker", "worker", "worker"]
     assert all(each["backend"] == "ggml-cpu" for each in report["processes"])
     assert len({each["pid"] for each in report["processes"]}) == 4
+    backbone, *workers = [each["node_id"] for each in report["processes"]]
+    election = report["election"]
+    assert election["backbone"] == backbone
+    assert (election["epoch"], election["term"] >= 1, election["votes"] >= 1) == (0, True, True)
+    placement = {each["node"]: each for each in report["placement"]}
+    assert placement.keys() == {backbone, *workers}
+    assert placement[backbone]["ranks"] == ["backbone"]
+    assert all(placement[each]["ranks"] == ["output", "bulk"] for each in workers), "all are of one class"
+    assert sum(placement[each]["experts"] for each in workers) >= 2 * 6 * 32, "each has two holders"
     model = report["model"]
     assert (model["arch"], model["n_layer"], model["n_expert"], model["n_expert_used"]) == (
         "qwen3moe",
