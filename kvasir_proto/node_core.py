@@ -572,7 +572,10 @@ class NodeCore:
                 return "isolated", f"no member answers, and the backbone {fence.backbone} {seen}"
             return "electing", f"the backbone {fence.backbone} {seen}"
         if self._plan is None or not _is_of(self._plan, fence):
-            return "joining", "no plan yet"
+            # A plan is offered to those it names: whose backbone serves without it is not needed.
+            said = self._book.record_of(fence.backbone)
+            is_served = said is not None and said.state in ("ready", "degraded")
+            return ("ready", "the plan needs nothing of it") if is_served else ("joining", "no plan yet")
         if self._refusal is not None:
             return "degraded", self._refusal.reason
         if self._served != self._plan:
@@ -907,10 +910,11 @@ class NodeCore:
             return
         signed = sign_message(self._private_key, self._swarm.digest, plan)
         electors = [node_id_of(each) for each in self._election.electorate.members]
+        # Whom the plan before named is to hear that it holds nothing any more.
+        released = [each for each in (self._plan.nodes if self._plan else ()) if self._is_live(each)]
         self._follow_plan(plan, signed)
-        self._offers.offer(
-            plan, signed, self._election.proof, {*plan.nodes, *electors} - {self._node_id}, now.instant
-        )
+        named = {*plan.nodes, *released, *electors} - {self._node_id}
+        self._offers.offer(plan, signed, self._election.proof, named, now.instant)
         self._note_change(now.instant)
 
     def _take_answer(self, message: PlanAccept | PlanRefusal, sender: NodeId, now: Now) -> None:

@@ -23,9 +23,18 @@ from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import public_key_of
 from kvasir_proto.instants import seconds
 from kvasir_proto.limits import Rank
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
 from kvasir_proto.messages.membership import Ping
-from kvasir_proto.node_core import HolderFailed, HolderRefused, PlanReceived, ShardLost, ShardRefused
+from kvasir_proto.node_core import (
+    Describe,
+    HolderFailed,
+    HolderRefused,
+    PlanReceived,
+    ShardLost,
+    ShardRefused,
+)
+from kvasir_proto.placement.plan import Plan
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
 
 
@@ -144,6 +153,30 @@ def test_nodes_that_add_in_less_than_f32_get_no_output_experts_and_never_stand()
     view = weak[0].core.view()  # type: ignore[union-attr]
     assert view.state == "electing"
     assert "the backbone" in view.reason
+
+
+def test_a_member_the_plan_does_not_need_is_ready_and_one_it_needs_no_more_hears_so() -> None:
+    swarm = SmallSwarm(4, electorate="pinned")
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    idle = swarm.add(5, ranks=(), stands_for_elector=False)
+    assert idle.core is not None
+    swarm.run(seconds(20))
+    view = idle.core.view()
+    assert (view.state, view.reason, view.plan) == ("ready", "the plan needs nothing of it", None)
+    assert all_ready(swarm)
+    released = swarm.add(6, stands_for_elector=False, ranks=("bulk",))
+    swarm.run(seconds(60), lambda: any(len(shard_of(each, released)) for each in plans_of(released)))
+    assert released.core is not None
+    released.core.command(Describe(replace(released.capability, ranks=())), swarm.now())
+    swarm.run(seconds(120), lambda: not len(shard_of(plans_of(released)[-1], released)))
+
+
+def plans_of(node: SmallNode) -> list[Plan]:
+    return [each.plan for each in of_type(node, PlanReceived)]
+
+
+def shard_of(plan: Plan, node: SmallNode) -> ShardSet:
+    return plan.shard_of(node.node_id)
 
 
 def test_a_shard_without_room_is_refused_with_need_and_have_and_placed_elsewhere() -> None:
