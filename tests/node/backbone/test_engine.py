@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -18,12 +20,13 @@ from kvasir_proto.messages.engine import (
     EngineFault,
     HolderConnected,
     LoadOwnShard,
+    OwnShardLoaded,
     RemoveHolder,
     SetLease,
     Tokenize,
     Tokenized,
 )
-from tests.node.toy_experts import EVERYTHING, NOTHING, toy_manifest
+from tests.node.toy_experts import EVERYTHING, NOTHING, shard_of, toy_manifest
 
 HOLDER = node_id_of(bytes(32))
 
@@ -149,3 +152,75 @@ def test_experts_of_its_own_need_a_hooked_trunk(
     fault = control[0].receive()
     assert isinstance(fault, EngineFault)
     assert (fault.request, fault.detail) == (9, "no trunk is loaded that needs experts")
+
+
+class SlowKernel:
+    """Weights whose loading takes until `release`; ``made`` has all there are."""
+
+    made: ClassVar[list[SlowKernel]] = []
+    memory_bytes = 7
+
+    def __init__(self, *_all: object, **_more: object) -> None:
+        self.release = threading.Event()
+        self.is_closed = False
+        SlowKernel.made.append(self)
+        assert self.release.wait(10.0)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def loading(engine: BackboneEngine, monkeypatch: pytest.MonkeyPatch) -> RecordingDispatcher:
+    SlowKernel.made = []
+    dispatcher = RecordingDispatcher()
+    engine._dispatcher, engine._manifest = cast(Any, dispatcher), toy_manifest()
+    monkeypatch.setattr(engine_module, "GgmlCpuKernel", SlowKernel)
+    monkeypatch.setattr(engine_module, "ExpertBytes", lambda *_: contextlib.nullcontext(cast(Any, engine)))
+    monkeypatch.setattr(BackboneEngine, "read", None, raising=False)
+    return dispatcher
+
+
+def load_own(engine: BackboneEngine, request: int) -> SlowKernel:
+    """Ask for experts, and wait until they are being loaded."""
+    count = len(SlowKernel.made)
+    shard = shard_of(request % 3).encode()
+    engine.handle(LoadOwnShard(request, HOLDER, "/model", shard, shard, 1))
+    deadline = time.monotonic() + 10.0
+    while len(SlowKernel.made) == count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return SlowKernel.made[-1]
+
+
+def test_experts_that_nobody_wants_any_more_are_closed_and_said_to_be(
+    engine: BackboneEngine,
+    control: tuple[ControlChannel, ControlChannel],
+    loading: RecordingDispatcher,
+) -> None:
+    kernel = load_own(engine, 1)
+    engine.handle(RemoveHolder(node_id_of(b"\x01" * 32), "another"))
+    engine.handle(RemoveHolder(HOLDER, "the reign is over"))
+    kernel.release.set()
+    fault = control[0].receive()
+    assert isinstance(fault, EngineFault)
+    assert (fault.request, fault.detail) == (1, "these experts are not to be held any more")
+    assert kernel.is_closed
+    assert "add" not in loading.told
+
+
+def test_of_two_loads_the_newer_counts_whichever_is_done_first(
+    engine: BackboneEngine,
+    control: tuple[ControlChannel, ControlChannel],
+    loading: RecordingDispatcher,
+) -> None:
+    first, second = load_own(engine, 1), load_own(engine, 2)
+    engine.handle(RemoveHolder(node_id_of(b"\x01" * 32), "another holder is none of its own experts"))
+    second.release.set()
+    assert control[0].receive() == OwnShardLoaded(2, 7, shard_of(2).digest())
+    first.release.set()
+    fault = control[0].receive()
+    assert isinstance(fault, EngineFault)
+    assert fault.request == 1
+    assert (first.is_closed, second.is_closed) == (True, False)
+    assert loading.told.count("add") == 1

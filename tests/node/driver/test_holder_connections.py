@@ -90,6 +90,20 @@ def test_the_backbone_is_none_of_its_own_holders() -> None:
     assert table.coverage(both, BACKBONE, NOTHING).n_pairs_held == 4
     assert table.coverage(both, BACKBONE, own).n_pairs_held == 8
     assert (len(table.held(NOTHING)), len(table.held(own))) == (4, 8)
+    older = both.shard_of(FIRST)
+    assert table.coverage(both, BACKBONE, older).n_pairs_held == 4, "that is not what the plan gives it"
+
+
+def test_who_is_named_for_nothing_is_not_connected() -> None:
+    many = [node_id_of(bytes([number]) * 32) for number in range(1, 13)]
+    table, crowded = HolderConnections(), plan(*many)
+    table.follow(crowded, BACKBONE)
+    for node_id in many:
+        table.note_ready(node_id, 1)
+    assert {row.node_id for row in table.due(NOW)} == {
+        node_id for node_id in many if len(crowded.shard_of(node_id))
+    }
+    assert len(table.due(NOW)) < len(many)
 
 
 def test_a_new_plan_leaves_alone_whose_share_is_the_same() -> None:
