@@ -93,7 +93,7 @@ class NodeCoreKit:
         self, identity: NodeIdentity, stored: Mapping[Slot, bytes], entropy: Random, now: Now
     ) -> NodeCore:
         """See `CoreKit`."""
-        self._index_of[identity.node_id] = identity.index
+        self._index_of.setdefault(identity.node_id, identity.index)  # a twin adds as the first one does
         if identity.node_id not in self._liars:
             self._honest.add(identity.node_id)
         return NodeCore(

@@ -407,7 +407,10 @@ class MembershipCore:
                 self._enter(node_id, claim, source, now, update.accuser)
             return
         known = entry.claim
-        if claim.incarnation > known.incarnation + INCARNATION_STEP_MAX and source != node_id:
+        if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
+            # It said such numbers of itself, others to us or we to them, and neither believes the other: what
+            # they find out never gets here. So we look ourselves.
+            self._probe(entry, now)
             return
         if claim.incarnation == known.incarnation and claim.instance != known.instance:
             self._mark_conflict(entry, now)

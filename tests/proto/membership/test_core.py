@@ -419,6 +419,19 @@ def test_newest_record_is_hinted_at_once() -> None:
     ]
 
 
+def test_who_said_numbers_that_nobody_else_believes_is_looked_at_by_ourselves() -> None:
+    lone = Lone()
+    high = 2 * INCARNATION_STEP_MAX
+    lone.hears(gossip(incarnation=high), ONE)
+    said = lone.hears(gossip(claim(ONE, "dead", incarnation=2)), TWO)
+    assert len(messages(said, Ping, to=ONE)) == 1
+    assert state_of(lone, ONE) == "alive"
+    lone.hears(gossip(claim(THREE)), TWO)
+    said = lone.hears(gossip(claim(THREE, "dead", incarnation=high)), TWO)
+    assert len(messages(said, Ping, to=THREE)) == 1
+    assert state_of(lone, THREE) == "alive"
+
+
 def test_record_that_came_by_itself_is_no_news_when_it_is_hinted() -> None:
     lone = Lone()
     lone.hears(gossip(claim(ONE)), TWO)
