@@ -39,6 +39,13 @@ def after(moment: _Moment, duration: Duration) -> _Moment:
     return cast(_Moment, moment + duration)
 
 
+def sooner(one: Instant | None, other: Instant | None) -> Instant | None:
+    """The earlier of two moments at which something is due; None stands for never."""
+    if one is None:
+        return other
+    return one if other is None or one <= other else other
+
+
 def between(earlier: _Moment, later: _Moment) -> Duration:
     """How long it is from `earlier` to `later` on their clock; negative if they are in the other order."""
     return Duration(later - earlier)

@@ -10,6 +10,7 @@ review. Files, streams and clocks are the driver's; a session's tokens never pas
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -53,7 +54,7 @@ from kvasir_proto.election.states import Role
 from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Duration, Instant, after, between, milliseconds
+from kvasir_proto.instants import Duration, Instant, after, between, milliseconds, sooner
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
@@ -65,6 +66,7 @@ from kvasir_proto.membership.events import (
     Leave,
     MemberChanged,
     MembershipEvent,
+    NoteRecord,
     RecordHint,
     Seed,
     SelfConflicted,
@@ -306,6 +308,7 @@ class NodeCore:
         self._swarm = swarm
         self._options = options
         self._capability = capability
+        self._said: tuple[object, ...] = ()
         self._is_by_invitation = manifest.admission == "invite"
         self._is_founder = manifest.founder_public_key == private_key.public_key().public_bytes_raw()
         self._membership = MembershipCore(
@@ -353,6 +356,8 @@ class NodeCore:
         self._offers = PlanOffers()
         self._effects: list[Effect | NodeEvent] = []
         self._standing: dict[NodeId, _Standing] = {}
+        self._live_ranks: list[CandidateRank] | None = None
+        self._live_standing: list[NodeId] | None = None
         self._review_at: Instant | None = now.instant
         self._has_left = False
         self._conflict = ""
@@ -475,16 +480,12 @@ class NodeCore:
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next."""
-        deadlines = (
-            self._membership.next_deadline(),
-            self._admission.next_deadline(),
-            self._book.next_deadline(),
-            self._election.next_deadline(),
-            self._placement.next_deadline(),
-            self._offers.next_deadline(),
-            self._review_at,
-        )
-        return min((each for each in deadlines if each is not None), default=None)
+        deadline = sooner(self._review_at, self._membership.next_deadline())
+        deadline = sooner(deadline, self._admission.next_deadline())
+        deadline = sooner(deadline, self._book.next_deadline())
+        deadline = sooner(deadline, self._election.next_deadline())
+        deadline = sooner(deadline, self._placement.next_deadline())
+        return sooner(deadline, self._offers.next_deadline())
 
     def drain(self) -> list[Effect | NodeEvent]:
         """What is to be done and told, in order, each once."""
@@ -626,27 +627,29 @@ class NodeCore:
 
     def _settle(self, now: Now) -> None:
         """Pass on what the cores say until none has more to say."""
-        is_quiet = False
-        while not is_quiet:
-            is_quiet = True
-            for output in (
+        while True:
+            outputs = (
                 self._membership.drain(),
                 self._admission.drain(),
                 self._book.drain(),
                 self._election.drain(),
-            ):
+            )
+            is_quiet = True
+            for output in outputs:
                 for each in output:
-                    is_quiet = False
                     self._effects.append(each)
-                    self._hear(each, now)
-            for due in self._placement.drain():
-                is_quiet = False
+                    if type(each) is not Send:
+                        is_quiet = False
+                        self._hear(each, now)
+            plans = self._placement.drain()
+            for due in plans:
                 if isinstance(due, PlanDue):
                     self._issue(due.plan, now)
                 else:
                     self._effects.append(due)
-            offers = self._offers.drain()
-            self._effects += offers
+            self._effects += self._offers.drain()
+            if is_quiet and not plans:
+                return
 
     def _hear(self, event: Effect | NodeEvent, now: Now) -> None:
         match event:
@@ -677,7 +680,7 @@ class NodeCore:
                 self._offers.renew_proof(proof)
                 self._note_change(now.instant)
             case CredentialGained():
-                self._book.command(PublishOwn(self._own_record()), now)
+                self._describe_itself(now)
                 self._introduce_to(self._seeds)
                 self._note_change(now.instant)
             case MembershipChanged():
@@ -688,6 +691,8 @@ class NodeCore:
 
     def _hear_of_member(self, event: MemberChanged, now: Now) -> None:
         standing = self._standing.get(event.node_id)
+        if standing is not None:
+            self._forget_ranking(standing)
         if event.state in ("alive", "suspect"):
             if standing is not None:
                 standing.dead_since = None
@@ -704,21 +709,36 @@ class NodeCore:
         self._note_change(now.instant)
 
     def _hear_of_record(self, event: RecordChanged, now: Now) -> None:
+        before = self._standing.get(event.node_id)
         if event.record is None:
             self._standing.pop(event.node_id, None)
+            if before is not None:
+                self._forget_ranking(before)
         else:
-            before = self._standing.get(event.node_id)
             is_candidate = may_be_backbone(event.record, self._swarm.manifest)
             rank = candidate_rank(event.record) if is_candidate else None
             if before is None:
-                self._standing[event.node_id] = _Standing(event.record, rank)
+                standing = self._standing[event.node_id] = _Standing(event.record, rank)
+                self._forget_ranking(standing)
             else:
+                if _ranking(before.record) != _ranking(event.record) or before.rank != rank:
+                    self._live_ranks = self._live_standing = None
                 if before.record.memory_bytes != event.record.memory_bytes:
                     before.room_bytes = None
                 before.record, before.rank = event.record, rank
             if event.node_id == self._node_id:
                 self._membership.command(AnnounceRecord(event.record.sequence, event.digest), now)
+            else:
+                note = NoteRecord(event.node_id, event.record.sequence, event.digest)
+                self._membership.command(note, now)
         self._note_change(now.instant)
+
+    def _forget_ranking(self, standing: _Standing) -> None:
+        """Somebody with this record came, changed or went: who stands is to be counted anew, if it did."""
+        if standing.rank is not None:
+            self._live_ranks = None
+        if standing.record.stands_for_elector:
+            self._live_standing = None
 
     def _note_conflict(self, reason: str, now: Now) -> None:
         """Another process has this identity. Named and shown until restarted: promises cannot be shared."""
@@ -747,7 +767,7 @@ class NodeCore:
 
     def _review(self, now: Now) -> None:
         """Say what this node is, whether it stands, who may vote, and as backbone who holds what."""
-        self._book.command(PublishOwn(self._own_record()), now)
+        self._describe_itself(now)
         self._settle(now)
         self._review_candidacy(now)
         electors = [node_id_of(each) for each in self._election.electorate.members]
@@ -765,16 +785,21 @@ class NodeCore:
         if self._is_planning:
             self._placement.command(SetInventory(self._places()), now)
 
-    def _own_record(self) -> CapabilityRecord:
-        """What this node says of itself now."""
+    def _describe_itself(self, now: Now) -> None:
+        """Say what this node is now, if that is not what it said last."""
         state, reason = self._state()
-        return replace(
+        said = (self._capability, self._held, state, reason, self._admission.credential)
+        if said == self._said:
+            return
+        record = replace(
             self._capability,
             held=self._held,
             state=state,
             reason=reason,
             credential=self._admission.credential,
         )
+        self._book.command(PublishOwn(record), now)
+        self._said = said
 
     def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:
         """In a swarm by invitation: show them our record, so that they hear what else we say."""
@@ -792,11 +817,12 @@ class NodeCore:
         own_rank = own.rank if own is not None and not self._conflict else None
         position = 0
         if own_rank is not None:
-            position = sum(
-                1
-                for node_id, each in self._standing.items()
-                if each.rank is not None and each.rank < own_rank and self._is_live(node_id)
-            )
+            ranks = self._live_ranks
+            if ranks is None:
+                standing = self._standing.items()
+                found = (each.rank for node_id, each in standing if self._is_live(node_id))
+                ranks = self._live_ranks = sorted(rank for rank in found if rank is not None)
+            position = bisect_left(ranks, own_rank)
         candidacy = SetCandidacy(own_rank is not None, position)
         if candidacy != self._candidacy:
             self._candidacy = candidacy
@@ -804,16 +830,17 @@ class NodeCore:
 
     def _eligible(self, electors: list[NodeId]) -> list[NodeId]:
         """Living nodes that may be electors, best first; in a pinned swarm those the founder names."""
-        is_open = self._swarm.manifest.electorate == "open"
-        nominees = self._nominees if self._is_founder else frozenset()
-        found = [
-            (each.rank is None, candidate_rank(each.record), node_id)
-            for node_id, each in self._standing.items()
-            if each.record.stands_for_elector
-            and (is_open or node_id in electors or node_id in nominees)
-            and (node_id == self._node_id or self._is_live(node_id))
-        ]
-        return [node_id for _, _, node_id in sorted(found)]
+        if self._live_standing is None:
+            found = [
+                (each.rank is None, candidate_rank(each.record), node_id)
+                for node_id, each in self._standing.items()
+                if each.record.stands_for_elector and self._is_live(node_id)
+            ]
+            self._live_standing = [node_id for _, _, node_id in sorted(found)]
+        if self._swarm.manifest.electorate == "open":
+            return list(self._live_standing)
+        named = {*electors, *(self._nominees if self._is_founder else ())}
+        return [each for each in self._live_standing if each in named]
 
     def _review_electorate(
         self, electors: list[NodeId], eligible: list[NodeId], dead: frozenset[NodeId], now: Now
@@ -839,10 +866,7 @@ class NodeCore:
         self._note_change(now.instant, WATCH_INTERVAL)
 
     def _is_live(self, node_id: NodeId) -> bool:
-        if node_id == self._node_id:
-            return True
-        member = self._membership.member(node_id)
-        return member is not None and member.state in ("alive", "suspect")
+        return node_id == self._node_id or self._membership.is_live(node_id)
 
     def _is_long_dead(self, node_id: NodeId, now: Instant) -> bool:
         standing = self._standing.get(node_id)
@@ -1048,6 +1072,11 @@ def _coarse_rtt(rtt: Duration | None) -> int | None:
     if rtt is None:
         return None
     return 0 if rtt < RTT_IGNORED else 1 << (rtt - 1).bit_length()
+
+
+def _ranking(record: CapabilityRecord) -> tuple[bool, CandidateRank]:
+    """What the order of those who may be electors depends on."""
+    return record.stands_for_elector, candidate_rank(record)
 
 
 def _version(plan: Plan) -> tuple[int, int, int]:

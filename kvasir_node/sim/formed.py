@@ -98,4 +98,5 @@ def _tell_of_records(cores: Sequence[NodeCore]) -> None:
         book: Any = core._book
         book._heads = dict(heads)
         book._by_digest = dict(digests)
+        core._live_ranks = core._live_standing = None
         core._standing = {node_id: type(each)(each.record, each.rank) for node_id, each in standing.items()}

@@ -34,7 +34,7 @@ from kvasir_proto.effects import Now, Slot
 from kvasir_proto.election.readiness import PRE_VOTE
 from kvasir_proto.election.requests import ElectorateChanged
 from kvasir_proto.election.states import Role
-from kvasir_proto.ids import ModelDigest, NodeId
+from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
 from kvasir_proto.instants import Duration, milliseconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.membership.events import ConnectionLost, Leave, MemberChanged, Seed
@@ -81,6 +81,8 @@ class NodeCoreKit:
             electorate="open" if self._has_liars else "pinned",
         )
         self.swarm = open_swarm_manifest(sign_swarm_manifest(manifest, founder))
+        keys = (key_of(options.seed, index).public_key() for index in range(ELECTORS))
+        self._nominees = [node_id_of(each.public_bytes_raw()) for each in keys]
         self._index_of: dict[NodeId, int] = {}
         self._liars: set[NodeId] = set()
         self._honest: set[NodeId] = set()
@@ -93,7 +95,7 @@ class NodeCoreKit:
         self, identity: NodeIdentity, stored: Mapping[Slot, bytes], entropy: Random, now: Now
     ) -> NodeCore:
         """See `CoreKit`."""
-        self._index_of[identity.node_id] = identity.index
+        self._index_of.setdefault(identity.node_id, identity.index)  # a twin adds as the first one does
         if identity.node_id not in self._liars:
             self._honest.add(identity.node_id)
         return NodeCore(
@@ -105,6 +107,7 @@ class NodeCoreKit:
             stored=stored,
             entropy=entropy,
             now=now,
+            nominees=self._nominees,
         )
 
     def _capability_of(self, identity: NodeIdentity, now: Now) -> CapabilityRecord:

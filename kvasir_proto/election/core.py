@@ -265,6 +265,8 @@ class ElectionCore:
     def drain(self) -> list[Output]:
         """What to do, in order: what must be on disk comes before what is sent."""
         output, self._output = self._output, []
+        if not output:
+            return output
         persists = [each for each in output if isinstance(each, Persist)]
         newest: dict[Slot, Persist] = {each.slot: each for each in persists}
         return [*newest.values(), *(each for each in output if not isinstance(each, Persist))]

@@ -24,10 +24,14 @@ class Broadcasts:
         return len(self._level_of)
 
     def add(self, key: bytes, sent: int = 0) -> None:
-        """There is news of this member; counted as if it had been sent `sent` times already."""
+        """There is news of this member; counted as if it had been sent `sent` times already.
+
+        What is not fresh in itself does not make older news that waits any less fresh.
+        """
         level = self._level_of.pop(key, None)
         if level is not None:
             del self._levels[level][key]
+            sent = min(sent, level)
         elif len(self._level_of) >= self._size_max:
             self._drop_one()
         self._put(key, sent)

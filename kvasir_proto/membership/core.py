@@ -27,6 +27,7 @@ from kvasir_proto.membership.events import (
     MemberChanged,
     MembershipEvent,
     MembershipRequest,
+    NoteRecord,
     RecordHint,
     Seed,
     SelfConflicted,
@@ -166,7 +167,8 @@ class MembershipCore:
         self._asked: NodeId | None = None
         self._asked_at = Instant(now.instant - options.anti_entropy_soon)
         self._answer_changes = 0
-        self._exchange_changes = 0
+        self._answer_news = 0
+        self._exchange_news = 0
         self._comparison = 0
         self._parts_given = 0
         self._parts_since = now.instant
@@ -222,9 +224,10 @@ class MembershipCore:
         elif isinstance(request, AnnounceRecord):
             claim = self._self.claim
             if (request.sequence, request.digest) > claim[3:]:
-                self._claim_self(
-                    claim._replace(record_sequence=request.sequence, record_digest=request.digest)
-                )
+                claim = claim._replace(record_sequence=request.sequence, record_digest=request.digest)
+                self._claim_self(claim, FRESH)
+        elif isinstance(request, NoteRecord):
+            self._note_record(request, now)
         else:
             self._leave(as_sentence(request.reason))
             return
@@ -259,6 +262,11 @@ class MembershipCore:
         """One other member, if it is known."""
         entry = self._table.get(node_id)
         return None if entry is None or entry is self._self else self._snapshot(entry)
+
+    def is_live(self, node_id: NodeId) -> bool:
+        """Whether this is a live member, suspected or not; this node itself is one."""
+        entry = self._table.get(node_id)
+        return entry is not None and entry.is_live
 
     def view(self) -> tuple[NodeId, ...]:
         """The members this node watches and keeps connections to, sorted."""
@@ -399,7 +407,10 @@ class MembershipCore:
                 self._enter(node_id, claim, source, now, update.accuser)
             return
         known = entry.claim
-        if claim.incarnation > known.incarnation + INCARNATION_STEP_MAX and source != node_id:
+        if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
+            # It said such numbers of itself, others to us or we to them, and neither believes the other: what
+            # they find out never gets here. So we look ourselves.
+            self._probe(entry, now)
             return
         if claim.incarnation == known.incarnation and claim.instance != known.instance:
             self._mark_conflict(entry, now)
@@ -431,6 +442,7 @@ class MembershipCore:
         self._view.add(node_id)
         self._recount()
         self._answer_changes += 1
+        self._answer_news += 1
         # Who downloads a whole table does not repeat it: those it comes from know it.
         self._broadcasts.add(entry.key, FRESH if source == self._asked else 0)
         if claim.state == "suspect":
@@ -464,8 +476,12 @@ class MembershipCore:
                 self._view.add(entry.node_id)
                 entry.path, entry.misses = "unknown", 0
             self._recount()
+        # A new record spreads by itself: that there is one rides along, and is worth no message of its own.
+        is_news = claim[:3] != before[:3]
         self._answer_changes += 1
-        self._broadcasts.add(entry.key, FRESH if source is not None and source == self._asked else 0)
+        self._answer_news += is_news
+        is_known_widely = not is_news or (source is not None and source == self._asked)
+        self._broadcasts.add(entry.key, FRESH if is_known_widely else 0)
         if claim.state != "suspect":
             entry.suspicion = None
             self._suspects.pop(entry.node_id, None)
@@ -495,6 +511,13 @@ class MembershipCore:
         repeats = self._options.repeat_factor * swarm_scale_permille(members + 1)
         self._repeats_max = -(-repeats // 1000)
 
+    def _note_record(self, request: NoteRecord, now: Now) -> None:
+        entry = self._table.get(request.node_id)
+        if entry is None or entry is self._self or (request.sequence, request.digest) <= entry.claim[3:]:
+            return
+        claim = entry.claim._replace(record_sequence=request.sequence, record_digest=request.digest)
+        self._table.put(entry, claim, entry.accuser, now.instant)
+
     # --- ourselves ------------------------------------------------------------------------------------------
 
     def _run(self) -> tuple[int, bytes]:
@@ -505,9 +528,9 @@ class MembershipCore:
         self._reserved = min(first_unused + INCARNATION_BLOCK, INCARNATION_MAX)
         self._effects.append(Persist("incarnation", encode(ReservedIncarnations(self._reserved))))
 
-    def _claim_self(self, claim: Claim) -> None:
+    def _claim_self(self, claim: Claim, sent: int = 0) -> None:
         self._table.put(self._self, claim, NOBODY, Instant(0))
-        self._broadcasts.add(self._self.key)
+        self._broadcasts.add(self._self.key, sent)
 
     def _rise_above(self, incarnation: int, now: Now) -> None:
         """Say anew that we are alive, higher than whatever was said."""
@@ -709,7 +732,7 @@ class MembershipCore:
         if probe.node_id not in self._view.successors or len(near) < options.indirect_probes:
             near = [each for each in self._view.members if each != probe.node_id]
         fit = [each for each in near if each not in self._suspects] or near
-        helpers = self._entropy.sample(fit, min(options.indirect_probes, len(fit)))
+        helpers = self._entropy.sample(fit, min(self._helpers_wanted(entry), len(fit)))
         probe.helpers = tuple(sorted(helpers))
         for helper in probe.helpers:
             updates = self._updates_for(self._table[helper])
@@ -717,6 +740,12 @@ class MembershipCore:
         timeout = self._timeout(entry)
         wait = Duration(2 * timeout + options.relay_allowance) if helpers else timeout
         self._at(after(now.instant, wait), self._fail, sequence)
+
+    def _helpers_wanted(self, entry: Entry) -> int:
+        """Who is suspected was asked after by three already, and if it was for us, that need not be again."""
+        if entry.suspicion is None:
+            return self._options.indirect_probes
+        return 0 if self._mark in entry.suspicion.accusers else 1
 
     def _fail(self, now: Now, due: Instant, sequence: int) -> None:
         """Neither it nor a helper answered in time."""
@@ -947,7 +976,7 @@ class MembershipCore:
 
     def _request_view(self, node_id: NodeId, now: Now) -> None:
         self._asked, self._asked_at = node_id, now.instant
-        self._answer_changes = 0
+        self._answer_changes = self._answer_news = 0
         self._send(node_id, ViewRequest(b"".join(self._table.digests), *self._run()))
 
     def _plan_comparison(self, now: Now, interval: Duration) -> None:
@@ -961,13 +990,13 @@ class MembershipCore:
             return
         self._plan_comparison(now, self._options.anti_entropy_interval)
         if self._view.members:
-            self._exchange_changes = 0
+            self._exchange_news = 0
             self._request_view(self._entropy.choice(self._view.members), now)
 
     def _compare_with(self, node_id: NodeId, now: Now) -> None:
         """Somebody new, or back from the dead, spoke to us: its table may be another one."""
         if between(self._asked_at, now.instant) >= self._options.anti_entropy_soon:
-            self._exchange_changes = 0
+            self._exchange_news = 0
             self._request_view(node_id, now)
 
     def _give_parts(self, request: ViewRequest, to: NodeId, now: Now) -> None:
@@ -1027,10 +1056,10 @@ class MembershipCore:
         if not part.ends_answer:
             return
         self._asked = None
-        self._exchange_changes += self._answer_changes
+        self._exchange_news += self._answer_news
         if part.remaining and self._answer_changes:
             self._at(after(now.instant, self._options.view_request_spacing), self._ask_on, sender)
-        elif part.remaining or self._exchange_changes >= _CHANGED_A_LOT:
+        elif self._exchange_news >= (1 if part.remaining else _CHANGED_A_LOT):
             self._plan_comparison(now, self._options.anti_entropy_soon)
 
     def _ask_on(self, now: Now, due: Instant, node_id: NodeId) -> None:
@@ -1043,7 +1072,7 @@ class MembershipCore:
         """Try one that is not there, seeds and the dead in turn: a partition may have healed."""
         self._at(after(now.instant, self._options.reprobe_interval), self._try_the_lost)
         dead = [each for each in self._table.tombstones if self._table[each].claim.state == "dead"]
-        silent = [each for each in self._seeds if not self._is_known_live(each)]
+        silent = [each for each in self._seeds if not self.is_live(each)]
         gone = [*dead, *self._lost]
         self._seeds_turn = not self._seeds_turn
         candidates = silent if silent and (self._seeds_turn or not gone) else gone
@@ -1054,10 +1083,6 @@ class MembershipCore:
         entry = self._table.get(node_id)
         updates = self._self.packed if entry is None else self._updates_for(entry)
         self._send(node_id, Ping(self._sequence, *self._run(), updates))
-
-    def _is_known_live(self, node_id: NodeId) -> bool:
-        entry = self._table.get(node_id)
-        return entry is not None and entry.is_live
 
     def _sweep(self, now: Now, due: Instant, _: Any) -> None:
         """Forget old tombstones and old conflicts."""
@@ -1076,7 +1101,7 @@ class MembershipCore:
             self._broadcasts.discard(entry.key)
             self._table.remove(node_id)
         for node_id in sorted(self._lost):
-            if self._is_known_live(node_id):
+            if self.is_live(node_id):
                 del self._lost[node_id]
         for node_id in sorted(self._conflicts):
             conflicted = self._table.get(node_id)

@@ -44,7 +44,16 @@ class Leave:
     reason: str
 
 
-MembershipRequest: TypeAlias = Seed | ConnectionLost | AnnounceRecord | Leave
+@dataclass(frozen=True, slots=True)
+class NoteRecord:
+    """A member's record has come by itself: nobody need be asked for it, and hints of it are no news."""
+
+    node_id: NodeId
+    sequence: int
+    digest: bytes
+
+
+MembershipRequest: TypeAlias = Seed | ConnectionLost | AnnounceRecord | NoteRecord | Leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -621,6 +621,8 @@ def test_record_is_fetched_from_who_named_it() -> None:
         for _ in range(2):
             ours.command(Fetch(node_of(number), digest, node_of(OTHER)), START)
     effects_of(theirs)
+    assert effects_of(ours) == []
+    ours.tick(later(LAN.fetch_delay))
     requests = effects_of(ours)
     assert [len(each.message.digests) for each in requests] == [16, 16, 6]
     assert max(len(each.message.digests) for each in requests) <= RECORDS_A_MESSAGE_MAX
@@ -642,12 +644,40 @@ def test_who_does_not_answer_is_passed_over_for_the_dht_once() -> None:
     ours = book()
     digest = open_sealed(said(2), SWARM).digest
     ours.command(Fetch(node_of(2), digest, node_of(OTHER)), START)
-    effects_of(ours)
+    ours.tick(later(LAN.fetch_delay))
+    assert len(of_type(Send, effects_of(ours))) == 1
     ours.receive(RecordReply(()), node_of(OTHER), START)
     assert ours.next_deadline() == START.instant + LAN.fetch_timeout
     ours.tick(later(LAN.fetch_timeout))
     assert effects_of(ours) == [FetchRecord(node_of(2), digest, node_of(OTHER))]
     assert ours.next_deadline() is None
+
+
+def test_a_newer_record_is_left_to_gossip_for_a_while_before_it_is_asked_for() -> None:
+    ours = book()
+    ours.take(said(2, 1), START)
+    effects_of(ours)
+    newer = said(2, 2)
+    digest = open_sealed(newer, SWARM).digest
+    ours.command(Fetch(node_of(2), digest, node_of(OTHER)), START)
+    ours.tick(later(LAN.fetch_delay))
+    assert effects_of(ours) == []
+    ours.tick(later(LAN.fetch_timeout))
+    ours.tick(later(LAN.fetch_timeout + LAN.fetch_delay))
+    assert of_type(Send, effects_of(ours)) == [Send(node_of(OTHER), RecordRequest((digest,)))]
+    ours.tick(later(2 * LAN.fetch_timeout))
+    assert effects_of(ours) == [FetchRecord(node_of(2), digest, node_of(OTHER))]
+
+
+def test_a_newer_record_that_gossip_brings_is_not_asked_for() -> None:
+    ours = book()
+    ours.take(said(2, 1), START)
+    ours.command(Fetch(node_of(2), open_sealed(said(2, 2), SWARM).digest, node_of(OTHER)), START)
+    ours.take(said(2, 2), START)
+    effects_of(ours)
+    ours.tick(later(LAN.fetch_timeout))
+    ours.tick(later(LAN.fetch_timeout + LAN.fetch_delay))
+    assert effects_of(ours) == []
 
 
 def test_what_came_newer_meanwhile_is_not_asked_for_again() -> None:
@@ -667,6 +697,7 @@ def test_what_is_here_is_not_fetched_and_too_much_is_not_begun() -> None:
     assert effects_of(ours) == []
     for number in range(records.FETCHES_MAX + 50):
         ours.command(Fetch(node_of(3), number.to_bytes(32, "big"), node_of(OTHER)), START)
+    ours.tick(later(LAN.fetch_delay))
     assert sum(len(each.message.digests) for each in of_type(Send, effects_of(ours))) == records.FETCHES_MAX
 
 

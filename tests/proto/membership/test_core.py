@@ -19,6 +19,7 @@ from kvasir_proto.membership.events import (
     ConnectionLost,
     Leave,
     MemberChanged,
+    NoteRecord,
     RecordHint,
     Seed,
     SelfConflicted,
@@ -98,8 +99,9 @@ def claim(
     incarnation: int = 1,
     sequence: int = 0,
     accuser: bytes = bytes(4),
+    digest: bytes = bytes(32),
 ) -> bytes:
-    return pack_update(MemberUpdate(node_id, state, incarnation, RUN, accuser, sequence, bytes(32)))
+    return pack_update(MemberUpdate(node_id, state, incarnation, RUN, accuser, sequence, digest))
 
 
 def gossip(*claims: bytes, incarnation: int = 1, instance: bytes = RUN) -> Gossip:
@@ -417,12 +419,40 @@ def test_newest_record_is_hinted_at_once() -> None:
     ]
 
 
+def test_who_said_numbers_that_nobody_else_believes_is_looked_at_by_ourselves() -> None:
+    lone = Lone()
+    high = 2 * INCARNATION_STEP_MAX
+    lone.hears(gossip(incarnation=high), ONE)
+    said = lone.hears(gossip(claim(ONE, "dead", incarnation=2)), TWO)
+    assert len(messages(said, Ping, to=ONE)) == 1
+    assert state_of(lone, ONE) == "alive"
+    lone.hears(gossip(claim(THREE)), TWO)
+    said = lone.hears(gossip(claim(THREE, "dead", incarnation=high)), TWO)
+    assert len(messages(said, Ping, to=THREE)) == 1
+    assert state_of(lone, THREE) == "alive"
+
+
+def test_record_that_came_by_itself_is_no_news_when_it_is_hinted() -> None:
+    lone = Lone()
+    lone.hears(gossip(claim(ONE)), TWO)
+    lone.waits(SECOND)
+    lone.is_asked(NoteRecord(ONE, 7, b"d" * 32))
+    lone.is_asked(NoteRecord(ONE, 6, b"e" * 32))
+    lone.is_asked(NoteRecord(THREE, 6, b"e" * 32))
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert (member.record_sequence, member.record_digest) == (7, b"d" * 32)
+    assert lone.core.member(THREE) is None
+    assert of_type(lone.hears(gossip(claim(ONE, sequence=7, digest=b"d" * 32)), TWO), RecordHint) == []
+
+
 def test_own_record_is_announced_and_a_lie_about_it_is_outdone() -> None:
     lone = Lone()
     lone.hears(gossip(), ONE)
     lone.waits(SECOND)
-    said = lone.is_asked(AnnounceRecord(4, b"d" * 32))
-    own = [each for message in messages(said, Gossip) for each in claims_in(message) if each.node_id == ME]
+    assert messages(lone.is_asked(AnnounceRecord(4, b"d" * 32)), Gossip) == []
+    said = lone.hears(Ping(1, 1, bytes(8), b""), TWO)
+    own = [each for message in messages(said, Ack) for each in claims_in(message) if each.node_id == ME]
     assert {(each.record_sequence, each.record_digest) for each in own} == {(4, b"d" * 32)}
     before = lone.core.incarnation
     lie = MemberUpdate(ME, "alive", before, own[0].instance, bytes(4), 999, bytes(32))
