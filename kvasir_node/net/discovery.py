@@ -58,8 +58,10 @@ class DiscoveryOptions:
     """
     candidates_max: int = 512
     """Nodes considered; the one heard of longest ago gives way, but never one from the configuration."""
-    save_interval_s: float = 60.0
-    """At most one write of the remembered members in this time."""
+    save_interval_s: float = 2.0
+    """At most one write of the remembered members in this time, and none without news. A node that nobody was
+    told of, as a founder, finds the others only by this file when it is killed and comes back elsewhere.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,12 @@ class Discovery:
         """A member's own signed record says it is there. It is remembered for next time."""
         if node_id == self._host.node_id:
             return
+        is_new = node_id not in self._candidates
         self._consider(node_id)
         if self._dialler.learn(node_id, addresses, "record"):
             self._news.set()
-        self._save_due = True
+            is_new = True
+        self._save_due = self._save_due or is_new
 
     def note_gone(self, node_id: NodeId) -> None:
         """A member left for good: it is no candidate any more, unless the configuration names it."""
