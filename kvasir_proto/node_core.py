@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -54,7 +54,7 @@ from kvasir_proto.election.states import Role
 from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Duration, Instant, after, between, milliseconds, sooner
+from kvasir_proto.instants import Duration, Instant, after, between, milliseconds
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
@@ -262,6 +262,9 @@ class NodeView:
     clock_offset: Duration | None
 
 
+_NOTHING: Final = ShardSet()
+
+
 @dataclass(slots=True)
 class _Standing:
     """What follows from a node's record, kept until it says something else."""
@@ -270,7 +273,7 @@ class _Standing:
     rank: CandidateRank | None
     """Among candidates for backbone; None when it is none."""
     dead_since: Instant | None = None
-    holding: ShardSet = field(default_factory=ShardSet)
+    holding: ShardSet = _NOTHING
     """What it has said, as a holder of our plan, that it serves."""
     room_bytes: int | None = None
     """What it had room for when it refused a shard; None while it has refused none."""
@@ -354,6 +357,16 @@ class NodeCore:
             now=now,
         )
         self._offers = PlanOffers()
+        self._deadlines = (
+            self._membership.next_deadline,
+            self._admission.next_deadline,
+            self._book.next_deadline,
+            self._election.next_deadline,
+            self._placement.next_deadline,
+            self._offers.next_deadline,
+        )
+        self._deadline: Instant | None = None
+        self._is_deadline_known = False
         self._effects: list[Effect | NodeEvent] = []
         self._standing: dict[NodeId, _Standing] = {}
         self._live_ranks: list[CandidateRank] | None = None
@@ -386,6 +399,12 @@ class NodeCore:
         """
         if self._has_left:
             return
+        if isinstance(message, MEMBERSHIP_MESSAGES) and self._may_speak(sender):
+            try:
+                self._membership.receive(message, sender, now)
+            finally:
+                self._settle_membership(now)
+            return
         try:
             if isinstance(message, ADMISSION_MESSAGES):
                 self._admission.receive(message, sender, now)
@@ -393,8 +412,6 @@ class NodeCore:
                 raise RemoteProtocolError(
                     "this swarm is by invitation: show your record first", "not_a_member"
                 )
-            elif isinstance(message, MEMBERSHIP_MESSAGES):
-                self._membership.receive(message, sender, now)
             elif isinstance(message, ELECTION_MESSAGES):
                 # With two processes under one identity each would keep its promises and both together none.
                 if not self._conflict or isinstance(message, Knowledge):
@@ -467,7 +484,14 @@ class NodeCore:
 
     def tick(self, now: Now) -> None:
         """Do what is due."""
-        for core in (self._membership, self._admission, self._book, self._election, self._placement):
+        deadline = self._membership.next_deadline()
+        if deadline is not None and deadline <= now.instant:
+            self._membership.tick(now)
+            self._settle_membership(now)
+        deadline = self.next_deadline()
+        if deadline is None or deadline > now.instant:
+            return
+        for core in (self._admission, self._book, self._election, self._placement):
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now.instant:
                 core.tick(now)
@@ -480,12 +504,15 @@ class NodeCore:
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next."""
-        deadline = sooner(self._review_at, self._membership.next_deadline())
-        deadline = sooner(deadline, self._admission.next_deadline())
-        deadline = sooner(deadline, self._book.next_deadline())
-        deadline = sooner(deadline, self._election.next_deadline())
-        deadline = sooner(deadline, self._placement.next_deadline())
-        return sooner(deadline, self._offers.next_deadline())
+        if self._is_deadline_known:
+            return self._deadline
+        deadline = self._review_at
+        for deadline_of in self._deadlines:
+            due = deadline_of()
+            if due is not None and (deadline is None or due < deadline):
+                deadline = due
+        self._deadline, self._is_deadline_known = deadline, True
+        return deadline
 
     def drain(self) -> list[Effect | NodeEvent]:
         """What is to be done and told, in order, each once."""
@@ -625,8 +652,20 @@ class NodeCore:
 
     # --- between the cores ----------------------------------------------------------------------------------
 
+    def _settle_membership(self, now: Now) -> None:
+        """As `_settle`, where nobody but membership was asked: mostly it only has something to send."""
+        self._is_deadline_known = False
+        output = self._membership.drain()
+        self._effects += output
+        news = [each for each in output if type(each) is not Send]
+        for each in news:
+            self._hear(each, now)
+        if news:
+            self._settle(now)
+
     def _settle(self, now: Now) -> None:
         """Pass on what the cores say until none has more to say."""
+        self._is_deadline_known = False
         while True:
             outputs = (
                 self._membership.drain(),
@@ -762,6 +801,7 @@ class NodeCore:
 
     def _note_change(self, now: Instant, delay: Duration = REVIEW_DELAY) -> None:
         due = after(now, delay)
+        self._is_deadline_known = False
         if not self._has_left and (self._review_at is None or due < self._review_at):
             self._review_at = due
 
@@ -966,7 +1006,7 @@ class NodeCore:
     def _forget_holding(self, node_id: NodeId) -> None:
         standing = self._standing.get(node_id)
         if standing is not None:
-            standing.holding = ShardSet()
+            standing.holding = _NOTHING
 
     # --- as holder ------------------------------------------------------------------------------------------
 

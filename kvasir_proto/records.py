@@ -384,12 +384,13 @@ class RecordBook:
         if self._wanted:
             # Everything is waited for equally long, so the one asked for first is due first.
             deadline = sooner(deadline, next(iter(self._wanted.values())).deadline)
-        deadline = sooner(deadline, self._persist_at)
-        deadline = sooner(deadline, self._ask_at)
+        if self._persist_at is not None or self._ask_at is not None:
+            deadline = sooner(deadline, sooner(self._persist_at, self._ask_at))
         if self._expiries:
             # Wall time may be set anew meanwhile; then we look too early or too late, and see.
-            wait = max(0, self._expiries[0][0] + 1 - self._now.wall)
-            deadline = sooner(deadline, after(self._now.instant, Duration(wait)))
+            instant, wall = self._now
+            wait = self._expiries[0][0] + 1 - wall
+            deadline = sooner(deadline, after(instant, Duration(wait)) if wait > 0 else instant)
         return deadline
 
     def drain(self) -> list[Effect | RecordEvent]:

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 from kvasir_node.sim.swarm import SimNode, Swarm, SwarmOptions
 from kvasir_proto.effects import Publish, Slot
+from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant, seconds
 from kvasir_proto.membership.states import Claim
 from kvasir_proto.membership.table import NOBODY, Entry
-from kvasir_proto.membership.view import ring_position
+from kvasir_proto.membership.view import pair_weight, ring_position
 from kvasir_proto.node_core import NodeCore
 
 FOUNDERS: Final = 12
@@ -69,22 +70,31 @@ def _tell_of_members(subjects: Sequence[NodeCore], observers: Sequence[NodeCore]
     claims = []
     for core in subjects:
         claim: Claim = core._membership._self.claim
-        claims.append((core.node_id, claim, ring_position(core.node_id)))
+        claims.append((core.node_id, claim))
     for core in observers:
         membership: Any = core._membership
         table, view, own = membership._table, membership._view, core.node_id
-        for node_id, claim, _ in claims:
+        _watch_all(view, [node_id for node_id, _ in claims if table.get(node_id) is None])
+        for node_id, claim in claims:
             entry = table.get(node_id)
             if entry is None:
                 entry = Entry(node_id, claim)
                 entry.told = (claim.state, "well")
                 table.add(entry, claim, NOBODY)
-                view.add(node_id)
             elif node_id != own:
                 table.put(entry, claim, NOBODY, Instant(0))
         membership._recount()
         for key in list(membership._broadcasts._level_of):
             membership._broadcasts.discard(key)
+
+
+def _watch_all(view: Any, node_ids: Sequence[NodeId]) -> None:
+    """As `View.add` for each of them, at the cost of one sort."""
+    own = view._position
+    view._ring = sorted([*view._ring, *((ring_position(each), each) for each in node_ids)])
+    weights = ((pair_weight(own, ring_position(each)), each) for each in node_ids)
+    view._weights = sorted([*view._weights, *weights])
+    view._stale = True
 
 
 def _tell_of_records(cores: Sequence[NodeCore]) -> None:

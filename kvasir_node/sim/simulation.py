@@ -134,7 +134,7 @@ class Simulation:
             trace,
         )
         self.schedule = FaultSchedule(self.swarm, self.faults, self._join, options.nodes)
-        self.join_times = JoinTimes(lambda: len([node for node in self.swarm.nodes if node.is_up]))
+        self.join_times = JoinTimes(lambda: self.swarm.up_count)
         self._clocks = self.swarm.randomness("clocks")
         self._joins = self.swarm.randomness("joins")
         self._joined = 0

@@ -239,6 +239,7 @@ class Swarm:
         self.kit = kit
         self.now = 0
         self.nodes: list[SimNode] = []
+        self.up_count = 0
         self.messages = 0
         self.bytes = 0
         self.corrupted_count = 0
@@ -312,6 +313,7 @@ class Swarm:
     def start(self, node: SimNode, seeds: tuple[NodeId, ...] = ()) -> None:
         """Start the node's process, from what its disk has, and tell it whom to try first."""
         assert node.core is None
+        self.up_count += 1
         node.generation += 1
         node.starts += 1
         node.timer_at = None
@@ -332,6 +334,7 @@ class Swarm:
         assert node.core is not None
         self.log(node, "crashed", "power_loss" if power_loss else "")
         node.core = None
+        self.up_count -= 1
         node.generation += 1
         node.is_paused = False
         node.held.clear()

@@ -409,8 +409,10 @@ class MembershipCore:
         known = entry.claim
         if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
             # It said such numbers of itself, others to us or we to them, and neither believes the other: what
-            # they find out never gets here. So we look ourselves.
-            self._probe(entry, now)
+            # they find out never gets here. So we look ourselves, unless it spoke to us lately.
+            seen = entry.last_seen
+            if seen is None or between(seen, now.instant) >= self._options.probe_interval:
+                self._probe(entry, now)
             return
         if claim.incarnation == known.incarnation and claim.instance != known.instance:
             self._mark_conflict(entry, now)
@@ -946,7 +948,7 @@ class MembershipCore:
         if self._gossip_armed or not self._broadcasts.has_fresh():
             return
         self._gossip_armed = True
-        due = after(self._gossiped, self._options.gossip_interval)
+        due = after(self._gossiped, self._options.gossip_spacing)
         if due <= now.instant:
             self._gossip(now, now.instant, None)
         else:

@@ -35,7 +35,7 @@ def accuser_mark(node_id: NodeId) -> bytes:
     return ring_position(node_id).to_bytes(8, "big")[:4]
 
 
-def _pair_weight(own_position: int, position: int) -> int:
+def pair_weight(own_position: int, position: int) -> int:
     """A hash of two members, the same from both sides (splitmix64's finaliser): connections serve both."""
     mixed = own_position ^ position
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -59,14 +59,14 @@ class View:
         """A member is live; it must not have been already."""
         position = ring_position(node_id)
         insort(self._ring, _place(node_id))
-        insort(self._weights, (_pair_weight(self._position, position), node_id))
+        insort(self._weights, (pair_weight(self._position, position), node_id))
         self._stale = True
 
     def remove(self, node_id: NodeId) -> None:
         """A member is live no longer; it must have been."""
         position = ring_position(node_id)
         del self._ring[bisect_left(self._ring, (position, node_id))]
-        del self._weights[bisect_left(self._weights, (_pair_weight(self._position, position), node_id))]
+        del self._weights[bisect_left(self._weights, (pair_weight(self._position, position), node_id))]
         self._stale = True
 
     @property

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_proto.ids import NodeId
-from kvasir_proto.membership.view import View, _pair_weight, ring_position
+from kvasir_proto.membership.view import View, pair_weight, ring_position
 from tests.proto.membership.simulation import NODE_IDS
 
 ME = NODE_IDS[0]
@@ -19,7 +19,7 @@ def slow_view(node_id: NodeId, others: set[NodeId], size: int) -> set[NodeId]:
     own = ring_position(node_id)
     on_ring = sorted(others, key=lambda each: (ring_position(each) - own) % 2**64)
     chosen = set(on_ring[: size // 2])
-    for each in sorted(others, key=lambda each: (_pair_weight(own, ring_position(each)), each)):
+    for each in sorted(others, key=lambda each: (pair_weight(own, ring_position(each)), each)):
         if len(chosen) < size:
             chosen.add(each)
     return chosen
