@@ -224,8 +224,9 @@ class MembershipCore:
         elif isinstance(request, AnnounceRecord):
             claim = self._self.claim
             if (request.sequence, request.digest) > claim[3:]:
+                sent = FRESH if claim.record_sequence else 0
                 claim = claim._replace(record_sequence=request.sequence, record_digest=request.digest)
-                self._claim_self(claim, FRESH)
+                self._claim_self(claim, sent)
         elif isinstance(request, NoteRecord):
             self._note_record(request, now)
         else:
@@ -478,7 +479,7 @@ class MembershipCore:
                 self._view.add(entry.node_id)
                 entry.path, entry.misses = "unknown", 0
             self._recount()
-        # A new record spreads by itself: that there is one rides along, and is worth no message of its own.
+        # A newer record spreads by itself: that there is one rides along, and is worth no message of its own.
         is_news = claim[:3] != before[:3]
         self._answer_changes += 1
         self._answer_news += is_news
@@ -948,7 +949,7 @@ class MembershipCore:
         if self._gossip_armed or not self._broadcasts.has_fresh():
             return
         self._gossip_armed = True
-        due = after(self._gossiped, self._options.gossip_spacing)
+        due = after(self._gossiped, self._options.gossip_interval)
         if due <= now.instant:
             self._gossip(now, now.instant, None)
         else:

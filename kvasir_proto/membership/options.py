@@ -55,10 +55,7 @@ class MembershipOptions:
     suspicion_confirmations: int
     """Further accusers that make it the shortest."""
     gossip_interval: Duration
-    """How long claims need for a step: what is corrected, asked again or said higher waits as long."""
-    gossip_spacing: Duration
-    """Fresh claims leave at once where none did lately, else after this, to `gossip_fanout` members. A swarm
-    where something happens all the time sends fan-out / spacing a second, a quiet one none."""
+    """Fresh claims are sent at most this often, to `gossip_fanout` members. Quiet swarms send none."""
     gossip_fanout: int
     repeat_factor: int
     """A claim is sent at most factor x log10(members + 1) times, rounded up, by each node."""
@@ -105,7 +102,6 @@ LAN: Final = MembershipOptions(
     suspicion_max_factor=3,
     suspicion_confirmations=3,
     gossip_interval=milliseconds(250),
-    gossip_spacing=milliseconds(500),
     gossip_fanout=3,
     repeat_factor=4,
     health_score_max=4,
@@ -134,7 +130,6 @@ WAN: Final = replace(
     relay_allowance=milliseconds(600),
     suspicion_min=seconds(5),
     gossip_interval=milliseconds(500),
-    gossip_spacing=milliseconds(1000),
     anti_entropy_interval=seconds(30),
     anti_entropy_soon=seconds(3),
     view_request_spacing=milliseconds(200),

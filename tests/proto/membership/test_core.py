@@ -449,6 +449,9 @@ def test_own_record_is_announced_and_a_lie_about_it_is_outdone() -> None:
     lone = Lone()
     lone.hears(gossip(), ONE)
     lone.waits(SECOND)
+    lone.is_asked(AnnounceRecord(3, b"d" * 32))
+    assert messages(lone.waits(SECOND), Gossip)
+    lone.waits(2 * SECOND)
     assert messages(lone.is_asked(AnnounceRecord(4, b"d" * 32)), Gossip) == []
     said = lone.hears(Ping(1, 1, bytes(8), b""), TWO)
     own = [each for message in messages(said, Ack) for each in claims_in(message) if each.node_id == ME]
