@@ -43,7 +43,7 @@ from kvasir_proto.membership.options import (
     SEEDS_MAX,
     MembershipOptions,
 )
-from kvasir_proto.membership.states import NO_RECORD, TRANSITIONS, Claim, merge
+from kvasir_proto.membership.states import LIVE, NO_RECORD, TRANSITIONS, Claim, merge
 from kvasir_proto.membership.suspicion import confirmations_wanted, suspicion_time, swarm_scale_permille
 from kvasir_proto.membership.table import NOBODY, Condition, Entry, Member, Suspicion, Table
 from kvasir_proto.membership.view import View, accuser_mark
@@ -409,10 +409,11 @@ class MembershipCore:
             return
         known = entry.claim
         if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
-            # It said such numbers of itself, others to us or we to them, and neither believes the other: what
-            # they find out never gets here. So we look ourselves, unless it spoke to us lately.
+            # It said such numbers of itself, and neither of us believes the other's. But if others found it
+            # dead, we have to look ourselves, unless it spoke to us just now.
             seen = entry.last_seen
-            if seen is None or between(seen, now.instant) >= self._options.probe_interval:
+            is_new = seen is not None and between(seen, now.instant) < self._options.probe_interval
+            if claim.state not in LIVE and not is_new:
                 self._probe(entry, now)
             return
         if claim.incarnation == known.incarnation and claim.instance != known.instance:
