@@ -443,6 +443,8 @@ class NodeDuty:
         assert self._holder is not None
         if view.fence is not None and view.fence.backbone == self._host.node_id and view.lease_until:
             word, reason = self._backbone.state()
+            if word == view.state == "joining" and view.plan is None:
+                return view.state, view.reason  # the core knows how many it waits for
             return (word, reason) if word != "ready" or view.state == "ready" else (view.state, view.reason)
         if view.state == "loading":
             return self._holder.state()
