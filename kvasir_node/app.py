@@ -391,6 +391,9 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             data_port=configuration.data_port,
             n_threads=configuration.engine_threads,
             memory_bytes=_memory_offered_bytes(),
+            kernel=configuration.engine_kernel,
+            backend="reference" if configuration.engine_kernel == "emulated-f16" else "ggml-cpu",
+            accumulation="F16" if configuration.engine_kernel == "emulated-f16" else "UNKNOWN",
         ),
         backbone=BackboneSettings(
             n_ctx=configuration.engine_context_tokens,

@@ -30,6 +30,7 @@ _SHORT_FLAGS: Final = {
     "node.ranks": "--ranks",
     "engine.threads": "--threads",
     "engine.device": "--device",
+    "engine.kernel": "--kernel",
 }
 """Flags of `run` that go without their section."""
 _NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
@@ -209,6 +210,12 @@ class Configuration:
     )
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
+    )
+    engine_kernel: Literal["ggml-cpu", "emulated-f16"] = _key(
+        "engine.kernel",
+        _choice("ggml-cpu", "emulated-f16"),
+        "ggml-cpu",
+        "what this node computes experts with; emulated-f16 adds in F16, slowly, to show what becomes of it",
     )
     engine_device: str = _key(
         "engine.device",

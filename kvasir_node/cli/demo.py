@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from kvasir_proto.sampling import Sampling
 
 KILL_WORKERS_MIN = 3
 KILL_TOKENS_MIN = 3
+MIXED_WORKERS_MIN = 3
 WORKERS_MAX = 16
 
 
@@ -32,6 +34,11 @@ WORKERS_MAX = 16
 @click.option(
     "--kill-worker", is_flag=True, help="SIGKILL one holder in the middle; needs 3 workers or more."
 )
+@click.option(
+    "--mixed",
+    is_flag=True,
+    help="Experts in F16, and one worker that adds in F16: bulk experts only, and a verdict by tolerance.",
+)
 @json_option
 @click.pass_context
 def demo(
@@ -42,6 +49,7 @@ def demo(
     seed: int,
     temperature: float,
     kill_worker: bool,
+    mixed: bool,
     as_json: bool,
 ) -> None:
     """Run a real swarm on this machine: nodes that elect their backbone, over libp2p, with its own model.
@@ -54,6 +62,11 @@ def demo(
         )
     if kill_worker and tokens < KILL_TOKENS_MIN:
         raise UsageError(f"--kill-worker needs --tokens {KILL_TOKENS_MIN} or more: it kills in mid-text")
+    if mixed and (kill_worker or workers < MIXED_WORKERS_MIN):
+        raise UsageError(
+            f"--mixed needs --workers {MIXED_WORKERS_MIN} or more, and no --kill-worker: each expert has one "
+            "holder then"
+        )
     if not prompt:
         raise UsageError("--prompt is empty")
     sampling = Sampling(seed=seed, temperature=temperature)
@@ -64,13 +77,14 @@ def demo(
     from kvasir_node.foreground import run_in_foreground
     from kvasir_node.working_directory import working_directory
 
-    options = DemoOptions(workers, tokens, prompt, sampling, kill_worker)
+    session.locations.prepare()
+    f16_model = _f16_model(session) if mixed else None
+    options = DemoOptions(workers, tokens, prompt, sampling, kill_worker, f16_model)
     report = DemoReporter(
         say=note,
         show=_ignore_status if as_json else _show_swarm,
         text=_ignore_text if as_json else _write,
     )
-    session.locations.prepare()
     with working_directory(session.locations.cache, "demo") as directory:
         result = run_in_foreground(run_demo, options, directory, report)
     if as_json:
@@ -78,6 +92,18 @@ def demo(
     else:
         _print_verdict(result)
     ctx.exit(0 if result["passed"] else 1)
+
+
+def _f16_model(session: CommandSession) -> Path:
+    """The demo model with its experts in F16, made when it is first needed."""
+    from kvasir_node.app import DEMO_MODEL
+    from kvasir_node.model.f16_experts import write_f16_experts
+
+    path = session.locations.cache / f"{DEMO_MODEL.stem}-f16-experts.gguf"
+    if not path.exists() or path.stat().st_mtime < DEMO_MODEL.stat().st_mtime:
+        note("making the demo model's variant with experts in F16")
+        write_f16_experts(DEMO_MODEL, path)
+    return path
 
 
 def _ignore_status(backbone: dict[str, Any], workers: list[dict[str, Any]]) -> None:
@@ -127,13 +153,29 @@ def _held_in_words(document: dict[str, Any], n_experts: int) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def _print_verdict(result: dict[str, Any]) -> None:
-    exact = result["exact"]
-    same = "the same text" if result["same_tokens_as_single_process"] else "ANOTHER TEXT"
+def _print_tolerance(mixed: dict[str, Any], compared: dict[str, Any]) -> None:
     click.echo(
-        f"\nAgainst a single process: {same}, largest logit difference {exact['max_abs_logit_delta']} over "
-        f"{exact['compared_positions']} positions."
+        f"{short_id(mixed['node'])} adds in F16: it computed {mixed['rows']} rows of experts, "
+        f"{' and '.join(mixed['ranks'])} only.\n"
+        f"Top tokens agree in {compared['top1_agreement']:.2%} of positions "
+        f"({mixed['top1_agreement_min']:.2%} are required), mean KL divergence is {compared['mean_kld']:.1e} "
+        f"({mixed['mean_kld_max']:.1e} is allowed)."
     )
+    if not mixed["in_comparison"]:
+        click.echo("It had no part in the comparison: the plan took it for slow on this busy machine.")
+
+
+def _print_verdict(result: dict[str, Any]) -> None:
+    mixed = result.get("mixed")
+    compared = result["equivalent"] if mixed else result["exact"]
+    another = "another text" if mixed else "ANOTHER TEXT"
+    same = "the same text" if result["same_tokens_as_single_process"] else another
+    largest = f"largest logit difference {compared['max_abs_logit_delta']:.3g}"
+    click.echo(
+        f"\nAgainst a single process: {same}, {largest} over {compared['compared_positions']} positions."
+    )
+    if mixed:
+        _print_tolerance(mixed, compared)
     click.echo(
         f"{result['tokens_per_second']:.1f} tokens/s in the swarm, "
         f"{result['single_process_tokens_per_second']:.1f} in the single process; "

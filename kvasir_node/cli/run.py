@@ -21,6 +21,7 @@ from kvasir_node.cli.session import CommandSession
 @click.option("--ranks", help="Ranks that this node stands for, of backbone,output,bulk.")
 @click.option("--lan", is_flag=True, default=None, help="Find members on this LAN by mDNS, and be found.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
+@click.option("--kernel", help="What computes experts: ggml-cpu, or emulated-f16 to see what that does.")
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")
 @click.option(
     "--model",
@@ -45,6 +46,7 @@ def run(
     ranks: str | None,
     lan: bool | None,
     threads: int | None,
+    kernel: str | None,
     device: str | None,
     model: str | None,
     stop_on_eof: bool,
@@ -68,6 +70,7 @@ def run(
         swarm_lan=lan,
         node_ranks=ranks,
         engine_threads=threads,
+        engine_kernel=kernel,
         engine_device=device,
         model=model,
     )

@@ -30,7 +30,7 @@ from kvasir_proto.election.requests import TermFollowed, TermVoided
 from kvasir_proto.errors import EngineFailed, KvasirError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
-from kvasir_proto.limits import Accumulation, as_sentence
+from kvasir_proto.limits import Accumulation, Kernel, as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     DiallerExpected,
@@ -72,6 +72,7 @@ class HolderSettings:
     data_port: int
     n_threads: int
     memory_bytes: int
+    kernel: Kernel = "ggml-cpu"
     backend: str = "ggml-cpu"
     accumulation: Accumulation = "UNKNOWN"
 
@@ -418,6 +419,7 @@ class HolderDuty:
                 str(self._model.source_path),
                 assignment.shard.encode(),
                 self._settings.n_threads,
+                self._settings.kernel,
             )
             loaded = await engine.exchange(request, LoadedByEngine, LOAD_TIMEOUT_S)
         if engine is self._engine:

@@ -39,6 +39,13 @@ class Arithmetic(enum.Enum):
     """Activations as they are, everything in float32, sums in numpy's order."""
     AS_GGML = "as-ggml"
     """Activations rounded as ggml does for the weights' type; products exact, each step's result F32."""
+    F16_SUMS = "f16-sums"
+    """As that, but a matrix product is added up in F16: what many GPUs do with F16 weights."""
+
+
+_AS_GGML: Final = (Arithmetic.AS_GGML, Arithmetic.F16_SUMS)
+F16_ADDED_AT_ONCE: Final = 8
+"""Products that the emulated F16 accumulator takes in before it rounds, as dot-product instructions do."""
 
 
 class ReferenceKernel:
@@ -187,12 +194,14 @@ class ReferenceKernel:
         if a is None:
             raise AssertionError("a well formed program gives every other step an input")
         floats, words = step.floats(), step.words()
-        as_ggml = self._arithmetic is Arithmetic.AS_GGML
+        as_ggml = self._arithmetic in _AS_GGML
         match step.op:
             case StepOp.EXPERT_MATMUL:
                 if as_ggml:
                     form = ACTIVATION_FORMATS[self._tensors[layer][step.tensor].type.name]
                     a = ACTIVATION_ROUNDINGS[form](a.astype(np.float32))
+                if self._arithmetic is Arithmetic.F16_SUMS:
+                    return added_in_f16(a, self._expanded(layer, step.tensor, expert))
                 return a @ self._expanded(layer, step.tensor, expert).T
             case StepOp.EXPERT_ADD:
                 return a + self._expanded(layer, step.tensor, expert)
@@ -232,7 +241,7 @@ class ReferenceKernel:
                 quants.dequantize(one_block, GGMLQuantizationType(tensor.type.id))
         except (ValueError, NotImplementedError) as error:
             raise EngineFailed(f"the reference kernel cannot expand {name} ({tensor.name})") from error
-        if self._arithmetic is Arithmetic.AS_GGML and name not in ACTIVATION_FORMATS:
+        if self._arithmetic in _AS_GGML and name not in ACTIVATION_FORMATS:
             raise EngineFailed(
                 f"the reference kernel does not know how ggml multiplies {name} ({tensor.name})"
             )
@@ -240,6 +249,15 @@ class ReferenceKernel:
     def _shape_of(self, layer: int) -> Callable[[str], tuple[int, ...] | None]:
         tensors = self._tensors[layer]
         return lambda suffix: tensors[suffix].shape if suffix in tensors else None
+
+
+def added_in_f16(a: Rows, weight: Rows) -> Rows:
+    """`a @ weight.T` with an accumulator of F16, that takes in `F16_ADDED_AT_ONCE` products at a time."""
+    total = np.zeros((len(a), len(weight)), np.float16)
+    for begin in range(0, a.shape[1], F16_ADDED_AT_ONCE):
+        part = slice(begin, begin + F16_ADDED_AT_ONCE)
+        total = (total + a[:, part] @ weight[:, part].T).astype(np.float16)
+    return total.astype(np.float64)
 
 
 def _array_at(address: int, dtype: type[Any], *shape: int) -> npt.NDArray[Any]:

@@ -24,6 +24,7 @@ from kvasir_proto.limits import (
     ExitCode,
     FilePath,
     Host,
+    Kernel,
     LayerCount,
     Milliseconds,
     Nanoseconds,
@@ -143,7 +144,10 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class LoadShard:
-    """Load exactly these experts from the model file, each checked against the model manifest."""
+    """Load exactly these experts from the model file, each checked against the model manifest.
+
+    `kernel` is what is to compute them.
+    """
 
     kind: ClassVar[str] = "load_shard"
     request: Sequence63
@@ -151,6 +155,7 @@ class LoadShard:
     source_path: FilePath
     shard: ShardBytes
     threads: ThreadCount
+    kernel: Kernel = "ggml-cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,3 +95,22 @@ def test_an_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, numbe
         assert status == 1
         assert list((home / "cache").iterdir()) == []
         assert "Traceback" not in log_file.read_text()
+
+
+def test_a_worker_that_adds_in_f16_gets_bulk_experts_only_and_the_verdict_is_by_tolerance(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "home"
+    command = kvasir("--home", str(home), "demo", "--json", "--mixed", "--tokens", str(N_TOKENS))
+    done = subprocess.run(command, capture_output=True, timeout=4 * PATIENCE_S, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    report = json.loads(done.stdout)
+    assert "exact" not in report, "equivalent is not exact"
+    mixed, compared = report["mixed"], report["equivalent"]
+    assert mixed["rows"] > 0
+    assert compared["mean_kld"] <= mixed["mean_kld_max"]
+    assert mixed["in_comparison"] is (compared["max_abs_logit_delta"] > 0.0)
+    placement = {each["node"]: each for each in report["placement"]}
+    assert [each["node"] for each in placement.values() if each["accumulation"] == "F16"] == [mixed["node"]]
+    assert placement[mixed["node"]]["ranks"] == ["bulk"]
+    assert sorted(path.name for path in (home / "cache").iterdir()) == ["demo-q8_0-f16-experts.gguf"]
