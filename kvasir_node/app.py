@@ -15,7 +15,7 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
-from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity, load_or_create_identity
 from kvasir_node.net.swarm_network import Libp2pSwarmNetwork, NetworkOptions
@@ -69,7 +69,6 @@ from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
 
 log = get_logger()
 
-DEMO_MODEL: Final = Path(__file__).with_name("data") / "demo-q8_0.gguf"
 INVITE_ADDRESSES_MAX: Final = 8
 HEALTH_INTERVAL_S: Final = 12.0
 """Connections are probed this seldom, because membership probes the members themselves."""
@@ -125,8 +124,9 @@ def resolve_model(
 ) -> StoredModel:
     """The model that a user means: a file, a name or digest in the store, or the demo model for None.
 
-    A file is taken into the store; ``progress`` is told (bytes done, bytes in all), and ``judge`` shown its
-    backbone file (see `ModelStore.add`). Raises `ModelUnusable`.
+    ``demo`` is the demo model too, unless the store has another of that name. A file is taken into the store;
+    ``progress`` is told (bytes done, bytes in all), and ``judge`` shown its backbone file (see
+    `ModelStore.add`). Raises `ModelUnusable`.
     """
     if name_or_path is None:
         return home.models.add(DEMO_MODEL, progress)
@@ -250,17 +250,23 @@ class Node:
 
     # -- life --------------------------------------------------------------------------------------
 
-    async def run(self, on_listening: Callable[[tuple[str, ...]], None], stop_on_eof: bool = False) -> None:
+    async def run(
+        self,
+        on_listening: Callable[[tuple[str, ...]], None],
+        stop_on_eof: bool = False,
+        early: Sequence[int] = (),
+    ) -> None:
         """Live until `stop`, SIGTERM, SIGINT or SIGHUP; with ``stop_on_eof`` also until standard input ends.
 
         ``on_listening`` is called once, with our multiaddresses, when the control socket answers and the
-        network is open. Raises the first error that makes going on pointless.
+        network is open. ``early`` has the signals that came before we listen for them. Raises the first error
+        that makes going on pointless.
         """
         home = self._home
         with HomeLock(home.locations.lock_file):
             bind_process(node=home.identity.node_id)
             async with open_unwrapping_nursery() as outer:
-                outer.start_soon(self._watch_signals)
+                await outer.start(self._watch_signals, early)
                 if stop_on_eof:
                     outer.start_soon(self._watch_standard_input)
                 await outer.start(ControlServer(home.locations.control_socket, self).run)
@@ -284,8 +290,11 @@ class Node:
         log.info("standard_input_ended")
         self.stop()
 
-    async def _watch_signals(self) -> None:
+    async def _watch_signals(self, early: Sequence[int], *, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            if early:
+                self.stop()
             async for number in signals:
                 log.info("signal_received", signal=signal.Signals(number).name)
                 if number == signal.SIGHUP and self._stopping.is_set():

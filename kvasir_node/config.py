@@ -304,6 +304,10 @@ def _from_file(file: Path) -> dict[str, object]:
         raise ConfigurationInvalid(f"{file} is not text in UTF-8: {error.reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationInvalid(f"{file} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigurationInvalid(f"{file} is nested too deeply") from error
+    except ValueError as error:  # Python reads no number of more than 4,300 digits
+        raise ConfigurationInvalid(f"{file} has a number that is too long") from error
     flat: dict[str, object] = {}
     for name, value in document.items():
         if isinstance(value, dict):

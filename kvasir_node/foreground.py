@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import trio
 
 from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.stop_signals import heard_signals, held_back
 from kvasir_proto.errors import KvasirError
-
-_STOPPING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 ResultT = TypeVar("ResultT")
 
@@ -26,14 +25,18 @@ def run_in_foreground(work: Callable[..., Awaitable[ResultT]], *arguments: objec
 
     SIGTERM and SIGHUP cancel it; when it has ended, `KvasirError` says which it was. Ctrl-C is trio's own.
     """
-    return trio.run(_until_told, work, arguments)
+    with held_back() as early:
+        return trio.run(_until_told, work, arguments, early)
 
 
-async def _until_told(work: Callable[..., Awaitable[ResultT]], arguments: tuple[object, ...]) -> ResultT:
+async def _until_told(
+    work: Callable[..., Awaitable[ResultT]], arguments: tuple[object, ...], early: list[int]
+) -> ResultT:
     results: list[ResultT] = []
     told = signal.SIGTERM
-    heard = [each for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN]
-    with trio.open_signal_receiver(*heard) as signals:
+    with trio.open_signal_receiver(*heard_signals()) as signals:
+        if early:
+            raise KvasirError(f"stopped by {signal.Signals(early[0]).name}")
         async with open_unwrapping_nursery() as nursery:
 
             async def do() -> None:

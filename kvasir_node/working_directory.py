@@ -31,12 +31,15 @@ def working_directory(parent: Path, purpose: Literal["demo", "measure"]) -> Iter
     _remove_left(parent)
     unnamed = Path(tempfile.mkdtemp(prefix=f".{purpose}-", dir=parent))
     directory = unnamed.with_name(unnamed.name.removeprefix("."))
-    with HomeLock(unnamed / _OWNER):
-        unnamed.rename(directory)
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    try:
+        with HomeLock(unnamed / _OWNER):
+            unnamed.rename(directory)
+            try:
+                yield directory
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        shutil.rmtree(unnamed, ignore_errors=True)  # where there was no room for its lock
 
 
 def _remove_left(parent: Path) -> None:

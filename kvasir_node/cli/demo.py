@@ -96,8 +96,8 @@ def demo(
 
 def _f16_model(session: CommandSession) -> Path:
     """The demo model with its experts in F16, made when it is first needed."""
-    from kvasir_node.app import DEMO_MODEL
     from kvasir_node.model.f16_experts import write_f16_experts
+    from kvasir_node.model.store import DEMO_MODEL
 
     path = session.locations.cache / f"{DEMO_MODEL.stem}-f16-experts.gguf"
     if not path.exists() or path.stat().st_mtime < DEMO_MODEL.stat().st_mtime:

@@ -321,7 +321,7 @@ def check_port(name: str, host: str, port: int, running: bool) -> Check:
 
 def _model(locations: Locations, configuration: Configuration) -> Check:
     """Whether the configured model, or the package's demo model, is there."""
-    from kvasir_node.app import DEMO_MODEL
+    from kvasir_node.model.store import DEMO_MODEL
 
     named = configuration.model
     if named is None:

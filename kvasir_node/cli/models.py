@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from kvasir_node.backbone.trial import try_backbone_file
-from kvasir_node.cli.output import json_option, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import ModelStore
+from kvasir_proto.limits import as_sentence
 
 
 def _mebibytes(count: object) -> str:
@@ -55,7 +56,10 @@ def add_model(session: CommandSession, file: Path, as_json: bool) -> None:
 def list_models(session: CommandSession, as_json: bool) -> None:
     """List the models of this home."""
     session.configure()
-    found = [file_report(model) for model in ModelStore(session.locations.models).list()]
+    usable, damage = ModelStore(session.locations.models).list_with_damage()
+    for sentence in damage:
+        note(f"{as_sentence(sentence)}; add its file again with 'kvasir-node models add FILE'")
+    found = [file_report(model) for model in usable]
     if as_json:
         print_json({"schema_version": 1, "models": found})
         return

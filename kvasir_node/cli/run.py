@@ -8,6 +8,7 @@ from kvasir_node.cli.entrance import entrance_of, join_option, remember_entrance
 from kvasir_node.cli.output import note
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.stop_signals import held_back
 
 
 @click.command()
@@ -87,4 +88,5 @@ def run(
         for address in addresses:
             note(f"  {address}")
 
-    trio.run(app.Node(home).run, say_where, stop_on_eof)
+    with held_back() as early:
+        trio.run(app.Node(home).run, say_where, stop_on_eof, early)

@@ -35,6 +35,10 @@ log = get_logger()
 SPARE_BYTES: Final = 64 << 20
 """Room that stays free on the disk beside what a model takes."""
 
+DEMO_MODEL: Final = Path(__file__).parents[1] / "data" / "demo-q8_0.gguf"
+"""What comes with the package; every home has it by these names, also before it was taken into its store."""
+_DEMO_NAMES: Final = ("demo", DEMO_MODEL.stem)
+
 ENTRY_SCHEMA_VERSION: Final = 1
 DIGEST_PREFIX_LENGTH_MIN: Final = 6
 
@@ -193,16 +197,25 @@ class ModelStore:
 
     def list(self) -> tuple[StoredModel, ...]:
         """Every usable model, by name. Rests of an interrupted `add` are not among them."""
-        models = []
+        return self.list_with_damage()[0]
+
+    def list_with_damage(self) -> tuple[tuple[StoredModel, ...], tuple[str, ...]]:
+        """Every usable model, by name, and a sentence for each that was added once and is damaged."""
+        models, damage = [], []
         for each in self._digests():
-            with contextlib.suppress(ModelUnusable):
+            try:
                 models.append(self._load(each))
-        return tuple(sorted(models, key=lambda each: (each.name, each.digest)))
+            except ModelUnusable as error:
+                # The entry is written last: without one this is the rest of an interrupted `add`.
+                if (self._directory / each / _ENTRY).exists():
+                    damage.append(str(error))
+        return tuple(sorted(models, key=lambda each: (each.name, each.digest))), tuple(damage)
 
     def get(self, name: str) -> StoredModel:
         """The model called `name`, or whose digest begins with it (6 digits at least).
 
-        Raises `ModelUnusable` when there is none, more than one, or it is damaged.
+        The demo model is taken in now where it is meant and nothing else has its name. Raises `ModelUnusable`
+        when there is none, more than one, or it is damaged.
         """
         named = [each for each in self.list() if name in (each.name, each.manifest.name)]
         if not named and len(name) >= DIGEST_PREFIX_LENGTH_MIN:
@@ -210,6 +223,8 @@ class ModelStore:
         if len(named) > 1:
             digests = ", ".join(each.digest[:12] for each in named)
             raise ModelUnusable(f"{name!r} means several models; give one of these digests: {digests}")
+        if not named and name in _DEMO_NAMES:
+            return self.add(DEMO_MODEL)
         if not named:
             raise ModelUnusable(f"there is no model {name!r} here; add one with 'kvasir-node models add'")
         return named[0]
@@ -255,8 +270,6 @@ class ModelStore:
         """Make or mend the directory of one model, the entry last."""
         directory = self._directory / manifest.digest().hex()
         directory.mkdir(mode=0o700, exist_ok=True)
-        for partial in directory.glob(PARTIAL_PREFIX + "*"):
-            partial.unlink()
         backbone = directory / _BACKBONE
         try:
             _check_backbone(backbone, manifest)
@@ -338,6 +351,8 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         with open(directory / ".lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            for partial in directory.glob(f"*/{PARTIAL_PREFIX}*"):  # whoever wrote it was killed
+                partial.unlink(missing_ok=True)
             yield
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error

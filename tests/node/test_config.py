@@ -165,3 +165,11 @@ def test_a_file_that_is_not_text_or_not_a_file_is_an_error(tmp_path: Path) -> No
 
 def test_an_empty_variable_for_a_list_is_an_empty_list() -> None:
     assert load_configuration(Path("none"), {"KVASIR_SWARM_BOOTSTRAP": ""}).swarm_bootstrap == ()
+
+
+@pytest.mark.parametrize("text, reason", [("a=" + 1000 * "[", "nested"), ("a=" + 5000 * "1", "too long")])
+def test_a_file_that_python_cannot_read_for_its_depth_or_a_number_is_an_error(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationInvalid, match=reason):
+        load_configuration(write(tmp_path, text), {})

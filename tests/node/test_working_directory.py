@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvasir_node.working_directory import working_directory
+from kvasir_proto.errors import DiskFull
 
 # Makes a directory with something in it, says its name, and waits to be killed.
 SCRIPT = """
@@ -50,3 +55,15 @@ def test_what_a_killed_command_left_is_removed_by_the_next_and_what_is_in_use_is
     assert left.exists()
     with working_directory(tmp_path, "measure") as directory:
         assert sorted(tmp_path.iterdir()) == sorted([*mine, directory])
+
+
+def test_nothing_is_left_where_there_is_no_room_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", no_room)
+    with pytest.raises(DiskFull), working_directory(tmp_path, "demo"):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -303,6 +304,19 @@ def test_a_closed_output_is_taken_by_no_other_file(tmp_path: Path) -> None:
     assert run_in_shell(command, tmp_path).stderr.endswith(b"/dev/null")
 
 
+STOPPED_AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder())
+from kvasir_node.__main__ import main
+sys.argv = ['kvasir-node', '--home', {home!r}, {command!r}]
+sys.exit(main())
+"""
+
+
 @pytest.mark.parametrize("module", ["kvasir_node.cli", "click", "kvasir_node.cli.generate", "trio"])
 def test_ctrl_c_while_a_module_is_imported_is_a_sentence(tmp_path: Path, module: str) -> None:
     """It comes exactly when that module is looked for."""
@@ -319,6 +333,26 @@ def test_ctrl_c_while_a_module_is_imported_is_a_sentence(tmp_path: Path, module:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
     assert (done.returncode, done.stderr.strip()) == (1, b"kvasir-node: interrupted")
+
+
+@pytest.mark.parametrize("module", ["kvasir_node.cli", "click", "trio", "kvasir_node.app"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command, status", [("demo", 1), ("run", 0)])
+def test_being_told_to_stop_while_a_module_is_imported_has_the_documented_status(
+    tmp_path: Path, module: str, number: signal.Signals, command: str, status: int
+) -> None:
+    code = STOPPED_AT_IMPORT.format(module=module, number=int(number), home=str(tmp_path), command=command)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
+    said = b"" if status == 0 else f"kvasir-node: stopped by {number.name}".encode()
+    assert (done.returncode, done.stderr.strip()) == (status, said)
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + STOPPED_AT_IMPORT.format(
+        module="click", number=int(signal.SIGHUP), home=str(tmp_path), command="status"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 3, done.stderr
 
 
 def test_version_needs_neither_libp2p_nor_llama(tmp_path: Path) -> None:

@@ -37,3 +37,14 @@ def test_progress_goes_to_standard_error(tmp_path: Path) -> None:
     outcome = call("models", "add", str(path), home=tmp_path / "home")
     assert "hashing: 100 %" in outcome.err
     assert "hashing" not in outcome.out
+
+
+def test_a_damaged_model_is_named_on_standard_error(tmp_path: Path) -> None:
+    path = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    home = tmp_path / "home"
+    model = call("models", "add", str(path), "--json", home=home).document["model"]
+    (home / "models" / model["digest"] / "manifest.msgpack").write_bytes(b"no")
+    listed = call("models", "list", "--json", home=home)
+    assert (listed.status, listed.document["models"]) == (0, [])
+    assert f"{model['digest']}/manifest.msgpack is damaged" in listed.err
+    assert "models add FILE" in listed.err

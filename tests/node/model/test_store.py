@@ -16,7 +16,7 @@ from kvasir_node.model import store as store_module
 from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_split import PARTS_MAX
-from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_proto.errors import ModelUnusable
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
 
@@ -50,6 +50,44 @@ def test_a_model_that_is_not_there_is_named_in_the_error(store: ModelStore, sour
     with pytest.raises(ModelUnusable, match=f"there is no model '{name}' here") as caught:
         store.get(name)
     assert caught.value.exit_code == 7
+
+
+def test_the_demo_model_is_there_before_it_is_added_and_gives_way_to_a_namesake(
+    store: ModelStore, source: Path
+) -> None:
+    demo = store.get("demo-q8_0")
+    assert demo.source_path == DEMO_MODEL
+    assert store.get("demo") == demo
+    namesake = store.add(source.rename(source.with_name("demo.gguf")))
+    assert store.get("demo") == namesake
+    assert store.get("demo-q8_0") == demo
+
+
+def test_what_a_killed_command_left_goes_when_the_lock_is_next_taken(
+    store: ModelStore, source: Path, tmp_path: Path
+) -> None:
+    added = store.add(source)
+    left = added.manifest_path.with_name(".partial-left")
+    left.write_bytes(b"x")
+    added.reference_path()
+    assert not left.exists(), "another file of the model had to be made"
+    left.write_bytes(b"x")
+    store.add(make_qwen3moe(tmp_path / "other.gguf", replace(SHAPE, seed=2)))
+    assert not left.exists(), "another model was added"
+
+
+@pytest.mark.parametrize("name", ["entry.json", "manifest.msgpack"])
+def test_a_damaged_model_is_named_and_the_rest_of_an_interrupted_add_is_not(
+    store: ModelStore, source: Path, name: str
+) -> None:
+    added = store.add(source)
+    damaged = added.manifest_path.with_name(name)
+    damaged.write_bytes(b"no")
+    models, damage = store.list_with_damage()
+    assert models == ()
+    assert [each.startswith(f"{damaged} is damaged") for each in damage] == [True]
+    added.manifest_path.with_name("entry.json").unlink()
+    assert store.list_with_damage() == ((), ())
 
 
 def test_a_short_prefix_is_not_enough(store: ModelStore, source: Path) -> None:
