@@ -26,6 +26,7 @@ from kvasir_proto.admission import (
     MembershipChanged,
     Revoke,
     UseInvite,
+    open_credential,
 )
 from kvasir_proto.capability import CapabilityRecord, HeldShard, held_shard
 from kvasir_proto.effects import Effect, Notice, Now, Send, Slot
@@ -825,6 +826,15 @@ class NodeCore:
         if self._is_planning:
             self._placement.command(SetInventory(self._places()), now)
 
+    def _allowed_capability(self) -> CapabilityRecord:
+        """What this node says of itself, without ranks that it was not invited for."""
+        own, credential = self._capability, self._admission.credential
+        if credential is None or not self._is_by_invitation:
+            return own
+        allowed = open_credential(credential, self._swarm.digest).credential.ranks
+        ranks = tuple(rank for rank in own.ranks if rank in allowed)
+        return replace(own, ranks=ranks, stands_for_elector=own.stands_for_elector and "backbone" in ranks)
+
     def _describe_itself(self, now: Now) -> None:
         """Say what this node is now, if that is not what it said last."""
         state, reason = self._state()
@@ -832,7 +842,7 @@ class NodeCore:
         if said == self._said:
             return
         record = replace(
-            self._capability,
+            self._allowed_capability(),
             held=self._held,
             state=state,
             reason=reason,

@@ -285,6 +285,19 @@ def test_in_a_swarm_by_invitation_strangers_are_not_heard_and_invites_admit_one_
     swarm.run(seconds(15))
     assert founder.core.record_of(third.node_id) is None, "an invite admits one node"
 
+    request = IssueInvite(b"fedcba9876543210", digest, ("bulk",), ("/ip4/127.0.0.1/tcp/1",), seconds(600))
+    founder.core.command(request, swarm.now())
+    swarm._do(founder)
+    fourth = swarm.add(4)
+    assert fourth.core is not None
+    fourth.core.command(UseInvite(of_type(founder, InviteIssued)[-1].invite), swarm.now())
+    swarm._do(fourth)
+    core = founder.core
+    swarm.run(seconds(30), lambda: core.record_of(fourth.node_id) is not None)
+    record = core.record_of(fourth.node_id)
+    assert record is not None
+    assert (record.ranks, record.stands_for_elector) == (("bulk",), False), "no more than it was invited for"
+
     revocation = Revocation(1, "node", public_key_of(stranger.node_id))
     founder.core.command(Revoke(sign_revocation(key_of(1), swarm.swarm, revocation)), swarm.now())
     swarm._do(founder)
