@@ -57,6 +57,8 @@ _KEPT_IN: Final[dict[Slot, Family[Any]]] = {
     "plan": PLAN,
     "records": RECORDS_KEPT,
 }
+_TOLD_AGAIN: Final[tuple[Slot, ...]] = ("plan", "records")
+"""What may be lost; of the other slots some hold a vote or a fence, which must never be forgotten."""
 _FILE_SIZE_MAX: Final = 4 << 20
 """Bytes of the largest slot: all that was ever revoked in a swarm."""
 
@@ -93,7 +95,8 @@ class SwarmFiles:
                 decode(data, _KEPT_IN[slot])
             except RemoteProtocolError as error:
                 path = self._directory / _name_of(slot)
-                raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
+                remedy = "; remove it: the swarm tells it again" if slot in _TOLD_AGAIN else ""
+                raise ConfigurationInvalid(f"{path} is damaged: {error}{remedy}") from error
 
     @property
     def recovery_key_file(self) -> Path:

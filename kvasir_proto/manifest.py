@@ -418,7 +418,9 @@ def _require(condition: bool, reason: str) -> None:
 def _decoded(data: bytes, what: str, code: str, build: Callable[[Any], _Decoded]) -> _Decoded:
     try:
         value = build(msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True))
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+    except (TypeError, OverflowError, RecursionError) as error:  # Python's words say nothing of the bytes
+        raise RemoteProtocolError(f"{what}: not well formed", code) from error
+    except (ValueError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"{what}: not well formed ({error})", code) from error
     except LocalProtocolError as error:
         raise RemoteProtocolError(str(error), code) from error

@@ -229,7 +229,9 @@ def decode_program(data: bytes) -> ExpertProgram:
         raise RemoteProtocolError("expert program: too large", "program_invalid")
     try:
         program = _program_of(msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True))
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+    except (TypeError, OverflowError, RecursionError) as error:  # Python's words say nothing of the bytes
+        raise RemoteProtocolError("expert program: not well formed", "program_invalid") from error
+    except (ValueError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"expert program: not well formed ({error})", "program_invalid") from error
     except LocalProtocolError as error:
         raise RemoteProtocolError(str(error), "program_invalid") from error

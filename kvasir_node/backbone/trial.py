@@ -1,7 +1,7 @@
 """Whether llama.cpp takes a backbone file, found out in a process of its own before a swarm depends on it.
 
 Our reader knows no architecture: which hyper-parameters a model needs, and whether they fit its tensors,
-only llama.cpp can say. So it loads the file and decodes one token, the experts' rows being zeros, in a child
+only llama.cpp can say. So it loads the file and decodes two tokens, the experts' rows being zeros, in a child
 process with a bound on time and memory: an abort in there is an answer like any other. Of a trunk too large
 to be loaded for that it reads the header and builds one graph, without the bytes of a single tensor. The
 module decides no more than what sentence comes of it.
@@ -73,7 +73,7 @@ def _end_of(returncode: int) -> str:
 
 
 def main(path: Path) -> int:
-    """In the child: load the model, decode a token, say what is wrong with it."""
+    """In the child: load the model, decode two tokens, say what is wrong with it."""
     limits = {
         resource.RLIMIT_DATA: MEMORY_BYTES_MAX,
         resource.RLIMIT_AS: MEMORY_BYTES_MAX + path.stat().st_size,
@@ -93,7 +93,7 @@ def main(path: Path) -> int:
     settings = TrunkSettings(n_ctx=N_CTX, n_ubatch=N_CTX, n_threads=1)
     try:
         if is_decoded(path):
-            _decode_token(path, settings)
+            _decode_tokens(path, settings)
         else:
             Trunk(path, settings, None, header_only=True)
     except ModelUnusable as error:
@@ -109,15 +109,24 @@ def is_decoded(path: Path) -> bool:
     return status.st_blocks * 512 <= stored_bytes_max and status.st_size <= DECODED_FILE_BYTES_MAX
 
 
-def _decode_token(path: Path, settings: TrunkSettings) -> None:
-    """Decode token 0 with experts whose rows are zeros. Raises `ModelUnusable`."""
+def _decode_tokens(path: Path, settings: TrunkSettings) -> None:
+    """Decode token 0 twice with experts whose rows are zeros. Raises `ModelUnusable`.
+
+    Twice, because at position 0 no base of the rotation does any harm. The largest logit has to be finite, as
+    `sampling` asks for: what zeros cannot make finite, no experts can.
+    """
+    import numpy as np
+
     from kvasir_node.backbone.hook import ExpertHook
     from kvasir_node.backbone.trunk import Trunk
 
     hook = ExpertHook(_fill_with_zeros)
     trunk = Trunk(path, settings, hook)
     try:
-        trunk.decode([0])
+        for position in range(2):
+            trunk.decode([0])
+            if not np.isfinite(trunk.logits().max()):
+                raise ModelUnusable(f"the model gives no finite logits at position {position}")
     except EngineFailed as error:
         raise ModelUnusable(f"llama.cpp could not decode a token: {error}") from error
 

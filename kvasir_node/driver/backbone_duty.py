@@ -491,7 +491,7 @@ class BackboneDuty:
 
     # -- going in good order -----------------------------------------------------------------------
 
-    async def release(self) -> None:
+    async def release(self, reason: str = "it gives the lease back") -> None:
         """Sample nothing more in this term, whatever lease is held: due before `Leave` and `StepDown`.
 
         Returns, in bounded time, when the engine has heard it or is dead: another node may then be elected at
@@ -503,7 +503,7 @@ class BackboneDuty:
             self._released, fence[:2] if fence is not None else (0, 0), reign.version if reign else (0, 0)
         )
         if reign is not None:
-            self._end_reign_of(reign.version, "it gives the lease back")
+            self._end_reign_of(reign.version, reason)
             self._note_change()
         engine = self._engine
         if engine is None or engine.has_ended:

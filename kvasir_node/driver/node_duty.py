@@ -480,7 +480,7 @@ class NodeDuty:
             return
         with trio.move_on_after(LEAVE_TIMEOUT_S):
             if self._backbone is not None:
-                await self._backbone.release()
+                await self._backbone.release("it is stopping")
             try:
                 core.command(Leave("the node stops"))
             except (LocalProtocolError, RemoteProtocolError) as error:

@@ -28,6 +28,7 @@ from kvasir_proto.manifest import (
     is_expert_name,
 )
 
+_NEVER_NEGATIVE: Final = ("rope_freq_base", "rope.freq_base", "rope.freq_base_swa")
 _ARCHITECTURE: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 _LIKE_EXPERTS: Final = re.compile("ffn_(up|down|gate|gate_up)_exps")
 """In the name of a tensor that is not named as routed experts' are: who it belongs to would be a guess."""
@@ -96,7 +97,7 @@ def expert_geometry(gguf: GgufFile) -> ExpertGeometry:
     if _ARCHITECTURE.fullmatch(architecture) is None:
         raise fields.refusal("general.architecture is not a plain name")
 
-    fields.check_epsilons(architecture)
+    fields.check_floats(architecture)
     experts = _expert_tensors(fields, gguf)
     key = f"{architecture}."
     n_expert = fields.count(key + "expert_count", 0, EXPERTS_MAX, missing=0)
@@ -146,15 +147,24 @@ class _Fields:
         except ValueError as error:
             raise self.refusal(f"{key} is not a text") from error
 
-    def check_epsilons(self, architecture: str) -> None:
-        """Norms divide by a root of something plus an epsilon: ggml ends the process over a negative one."""
+    def check_floats(self, architecture: str) -> None:
+        """Refuse what can be right in no architecture: nothing finite would ever come out of it.
+
+        Norms divide by a root of something plus an epsilon: ggml ends the process over a negative one. A
+        root is drawn of a rotation's base.
+        """
         for key, entry in self._gguf.metadata.items():
-            if not (key.startswith(f"{architecture}.") and key.endswith("epsilon")):
+            if not key.startswith(f"{architecture}."):
                 continue
-            if (entry.element_type or entry.type) in (ValueType.FLOAT32, ValueType.FLOAT64):
-                for value in entry.scalars():
-                    if not 0 <= value < math.inf:
-                        raise self.refusal(f"{key} is {value:g}, not a small number of at least 0")
+            if (entry.element_type or entry.type) not in (ValueType.FLOAT32, ValueType.FLOAT64):
+                continue
+            for value in entry.scalars():
+                if key.endswith("epsilon") and not 0 <= value < math.inf:
+                    raise self.refusal(f"{key} is {value:g}, not a small number of at least 0")
+                if key.endswith(_NEVER_NEGATIVE) and not 0 <= value < math.inf:
+                    raise self.refusal(f"{key} is {value:g}, not a number of at least 0")
+                if math.isnan(value) or (key.endswith("expert_weights_scale") and math.isinf(value)):
+                    raise self.refusal(f"{key} is {value:g}, not a finite number")
 
     def count(self, key: str, low: int, high: int, missing: int | None = None) -> int:
         """One count, or the largest of an array of counts (one a layer)."""

@@ -40,8 +40,12 @@ class MembersFile:
             document = json.loads(data) if len(data) <= _FILE_SIZE_MAX else None
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            log.warning("members_file_unreadable", path=str(self._path), reason=str(error))
+        except OSError as error:
+            log.warning("members_file_unreadable", path=str(self._path), reason=error.strerror or str(error))
+            return {}
+        except (ValueError, RecursionError):
+            reason = "it is not JSON: remove it, it will be written again"
+            log.warning("members_file_damaged", path=str(self._path), reason=reason)
             return {}
         members: dict[NodeId, tuple[str, ...]] = {}
         entries = document.get("members") if isinstance(document, dict) else None

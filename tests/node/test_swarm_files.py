@@ -184,6 +184,14 @@ def test_a_damaged_file_ends_a_start_and_is_named(
     assert path.read_bytes() == damaged
 
 
+@pytest.mark.parametrize("slot", get_args(Slot))
+def test_only_what_the_swarm_tells_again_may_be_removed(files: SwarmFiles, slot: Slot) -> None:
+    files.save_slot(slot, b"no")
+    with pytest.raises(ConfigurationInvalid, match=f"slot-{slot} is damaged") as caught:
+        files.check_undamaged()
+    assert ("remove it" in str(caught.value)) == (slot in ("plan", "records"))
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigurationInvalid, match="slot-fence cannot be written: File exists"):

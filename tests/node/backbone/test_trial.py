@@ -101,6 +101,18 @@ def test_what_ends_llama_cpp_at_the_first_token_is_found_out(epsilon: float, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("base", [0.0, math.nan, -1.0, 1e-45])
+def test_a_model_without_finite_logits_is_found_out(base: float, tmp_path: Path) -> None:
+    path = make_qwen3moe(tmp_path / "model.gguf", ModelShape(n_layer=1))
+    data = path.read_bytes()
+    good = b"rope.freq_base" + struct.pack("<If", 6, 10000.0)
+    assert data.count(good) == 1
+    path.write_bytes(data.replace(good, b"rope.freq_base" + struct.pack("<If", 6, base)))
+    with pytest.raises(ModelUnusable, match=r"^the model gives no finite logits at position [01]$"):
+        try_backbone_file(path)
+
+
+@pytest.mark.slow
 def test_of_a_large_trunk_only_the_header_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = with_epsilon(tmp_path / "model.gguf", -1.0)
     assert trial.is_decoded(path)

@@ -204,6 +204,18 @@ UNUSABLE_HEADERS: dict[str, tuple[Callable[[GgufFile], GgufFile], str]] = {
         ),
         "some_epsilon is inf, not a small",
     ),
+    "negative base of the rotation": (
+        with_entry(float_entry("gpt-oss.rope.freq_base", -1.0)),
+        "rope.freq_base is -1, not a number of at least 0",
+    ),
+    "infinite scale of the experts": (
+        with_entry(float_entry("gpt-oss.expert_weights_scale", math.inf)),
+        "expert_weights_scale is inf, not a finite number",
+    ),
+    "a float that is no number": (
+        with_entry(float_entry("gpt-oss.some_float", math.nan)),
+        "some_float is nan, not a finite number",
+    ),
     "an unknown suffix": (
         with_tensor("blk.2.ffn_up_exps.bias", name="blk.2.ffn_up_exps.input_scale"),
         "ffn_up_exps.input_scale belongs to experts in a way Kvasir does not know",
