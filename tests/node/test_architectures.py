@@ -398,5 +398,5 @@ def test_a_model_that_remembers_no_sequence_is_refused_by_the_trunk(
     architecture: str, tmp_path: Path
 ) -> None:
     path = make_architecture(tmp_path / "model.gguf", first_of(architecture))
-    with pytest.raises(ModelUnusable, match=r"model\.gguf remembers no sequence"):
+    with pytest.raises(ModelUnusable, match="the model remembers no sequence"):
         Trunk(path, TrunkSettings(n_ctx=64, n_ubatch=16, n_threads=1), None)
