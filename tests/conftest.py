@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -34,6 +35,17 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable)
     yield
     structlog.reset_defaults()
+
+
+def pytest_configure() -> None:
+    """Signals mean what they mean, also under `nohup` or in a script's background, which have them ignored.
+
+    Tests send them to themselves and to processes that inherit what is set here, and would wait for ever.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_interrupt = number is signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 
 def pytest_unconfigure() -> None:
