@@ -256,15 +256,24 @@ class ElectoratesFollow:
 
 
 class PlansAreTheBackbones:
-    """Plans are signed by their term's backbone, and no two have one revision."""
+    """Plans are signed by their term's backbone, and no two of an honest one have one revision.
+
+    A backbone that lies can sign two: who receives one of them cannot know, and both are good plans.
+    """
 
     invariant: ClassVar[str] = (
         "4 (placement): only the term's backbone issues plans; versioned by (epoch, term, revision)"
     )
 
-    def __init__(self, swarm_digest: SwarmDigest, terms: OneBackboneATerm) -> None:
+    def __init__(
+        self,
+        swarm_digest: SwarmDigest,
+        terms: OneBackboneATerm,
+        may_lie: Callable[[NodeId], bool] = lambda _: False,
+    ) -> None:
         self._swarm_digest = swarm_digest
         self._terms = terms
+        self._may_lie = may_lie
         self._plan_of: dict[tuple[int, int, int], bytes] = {}
 
     def listeners(self) -> Mapping[type, Listener]:
@@ -278,11 +287,11 @@ class PlansAreTheBackbones:
         plan, signer = open_signed(event.signed, PLAN, self._swarm_digest)
         if plan != event.plan:
             return f"the plan of revision {version} is not the one that was signed"
-        if version in self._plan_of:
-            return f"two plans of revision {version}"
         first = self._terms.backbone_of.get(version[:2])
         if first is None or first[0] != signer:
             return f"a plan of {version} signed by {signer}; its term's backbone is {first and first[0]}"
+        if version in self._plan_of and not self._may_lie(signer):
+            return f"two plans of revision {version}"
         self._plan_of[version] = event.signed
         return None
 

@@ -186,7 +186,7 @@ class NodeCoreKit:
             IncarnationsNeverFall(),
             electorates,
             TermsAreProven(digest, electorates),
-            PlansAreTheBackbones(digest, terms),
+            PlansAreTheBackbones(digest, terms, lambda node_id: node_id in self._liars),
             OutputRanksAreF32(MODEL.output_layers, self.adds_in_f32),
             GoneRecordsStayGone(),
             NothingOverflows(),
