@@ -766,6 +766,10 @@ class NodeCore:
                 if before.record.memory_bytes != event.record.memory_bytes:
                     before.room_bytes = None
                 before.record, before.rank = event.record, rank
+                if event.record.held is None and len(before.holding) and event.node_id != self._node_id:
+                    # It started again before anybody missed it: what it served is gone.
+                    self._forget_holding(event.node_id)
+                    self._offers.hurry(event.node_id, now.instant)
             if event.node_id == self._node_id:
                 self._membership.command(AnnounceRecord(event.record.sequence, event.digest), now)
             else:

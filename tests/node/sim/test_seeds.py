@@ -46,6 +46,10 @@ def test_more_of_them_are_found_out() -> None:
     assert Simulation(options, NodeCoreKit(options)).run().detections
 
 
+def test_a_holder_that_restarts_before_anybody_misses_it_is_offered_its_plan_again() -> None:
+    run(12, 120, 141, FAULTS)
+
+
 @pytest.mark.parametrize("seed", [2, 23])
 def test_a_holder_that_was_thought_dead_for_a_moment_is_asked_again_what_it_serves(seed: int) -> None:
     """It had answered the offer and was not offered the plan again: its experts had no holder for ever."""
