@@ -318,20 +318,6 @@ class EngineStarter(Protocol):
         """A started, introduced engine that lives at most as long as ``nursery``."""
 
 
-class FenceStore(Protocol):
-    """Remembers the highest proven (epoch, term) across restarts.
-
-    `save` returns only when the pair would survive a power cut, so that an engine never hears of a fence
-    that could be forgotten.
-    """
-
-    def load(self) -> tuple[int, int]:
-        """The pair saved last, or (0, 0)."""
-
-    def save(self, epoch: int, term: int) -> None:
-        """Persist a pair that is not lower than the one before."""
-
-
 def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:
     """What a status report says about an engine process; None where none runs."""
     return None if engine is None else {"pid": engine.pid, "backend": engine.backend}

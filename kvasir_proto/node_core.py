@@ -478,8 +478,7 @@ class NodeCore:
                 self._forget_holding(self._node_id)
                 self._note_change(now.instant)
             case HolderFailed(node_id, _):
-                self._forget_holding(node_id)
-                self._offers.hurry(node_id, now.instant)
+                self._ask_again(node_id, now.instant)
                 self._note_change(now.instant)
         self._settle(now)
 
@@ -738,7 +737,7 @@ class NodeCore:
                 standing.dead_since = None
                 if not len(standing.holding):
                     # What it held was forgotten when it was called dead: let it say again what it serves.
-                    self._offers.hurry(event.node_id, now.instant)
+                    self._ask_again(event.node_id, now.instant)
         else:
             if standing is not None and standing.dead_since is None:
                 standing.dead_since = now.instant
@@ -768,8 +767,7 @@ class NodeCore:
                 before.record, before.rank = event.record, rank
                 if event.record.held is None and len(before.holding) and event.node_id != self._node_id:
                     # It started again before anybody missed it: what it served is gone.
-                    self._forget_holding(event.node_id)
-                    self._offers.hurry(event.node_id, now.instant)
+                    self._ask_again(event.node_id, now.instant)
             if event.node_id == self._node_id:
                 self._membership.command(AnnounceRecord(event.record.sequence, event.digest), now)
             else:
@@ -1016,6 +1014,11 @@ class NodeCore:
         standing = self._standing.get(node_id)
         if standing is not None and have_bytes < need_bytes:
             standing.room_bytes = have_bytes
+
+    def _ask_again(self, node_id: NodeId, now: Instant) -> None:
+        """Whether a holder still serves what it said is in doubt: let it say so again."""
+        self._forget_holding(node_id)
+        self._offers.hurry(node_id, now)
 
     def _forget_holding(self, node_id: NodeId) -> None:
         standing = self._standing.get(node_id)

@@ -14,12 +14,17 @@ from typing import Any
 
 import trio
 
-from kvasir_node.control import request_status
+from kvasir_node.control import connect_daemon, request_status
 from kvasir_node.locations import locate
 from kvasir_proto.errors import KvasirError
+from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
+from kvasir_proto.sampling import Sampling
 
 PATIENCE_S = 60.0
 POLL_S = 0.02
+
+
+SAMPLING = Sampling(seed=5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def kvasir(*arguments: str) -> list[str]:
@@ -119,3 +124,22 @@ class Daemon:
     def log(self) -> str:
         """The end of what it logged."""
         return self.log_file.read_text(errors="replace")[-3000:] if self.log_file.exists() else ""
+
+
+async def run_session(
+    daemon: Daemon, n_tokens: int, on_token: Callable[[int], None] = lambda _: None
+) -> list[int]:
+    """The token ids of one session on a fixed prompt; ``on_token`` is told how many there are after each."""
+    tokens: list[int] = []
+    with trio.fail_after(PATIENCE_S):
+        async with connect_daemon(daemon.locations) as connection:
+            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
+            while True:
+                reply = await connection.receive()
+                if isinstance(reply, GenerateEnd):
+                    assert reply.reason != "failed", (reply.code, reply.detail)
+                    return tokens
+                assert not isinstance(reply, Refusal), reply
+                assert isinstance(reply, TokenEvent)
+                tokens.append(reply.token)
+                on_token(len(tokens))

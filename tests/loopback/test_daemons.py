@@ -17,12 +17,9 @@ import trio
 
 from kvasir_node.control import connect_daemon
 from kvasir_proto.errors import KvasirError
-from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
-from kvasir_proto.sampling import Sampling
-from tests.loopback.daemons import PATIENCE_S, Daemon, kvasir, wait_for
+from kvasir_proto.messages.local import GenerateRequest
+from tests.loopback.daemons import PATIENCE_S, SAMPLING, Daemon, kvasir, run_session, wait_for
 from tests.model_makers import ModelShape, make_qwen3moe
-
-SAMPLING = Sampling(seed=5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
@@ -65,27 +62,11 @@ class Swarm:
         return self.founder.wait_state("ready")
 
 
-async def _generate(daemon: Daemon, n_tokens: int, on_token: Callable[[int], None]) -> list[int]:
-    tokens: list[int] = []
-    with trio.fail_after(PATIENCE_S):
-        async with connect_daemon(daemon.locations) as connection:
-            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
-            while True:
-                reply = await connection.receive()
-                if isinstance(reply, GenerateEnd):
-                    assert reply.reason != "failed", (reply.code, reply.detail)
-                    return tokens
-                assert not isinstance(reply, Refusal), reply
-                assert isinstance(reply, TokenEvent)
-                tokens.append(reply.token)
-                on_token(len(tokens))
-
-
 def generate(
     daemon: Daemon, n_tokens: int = N_TOKENS, on_token: Callable[[int], None] = lambda _: None
 ) -> list[int]:
     """The token ids of one session; ``on_token`` is told how many there are after each."""
-    return trio.run(_generate, daemon, n_tokens, on_token)
+    return trio.run(run_session, daemon, n_tokens, on_token)
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,12 @@ from typing import Any
 import pytest
 import trio
 
-from kvasir_node.control import connect_daemon
 from kvasir_proto.errors import KvasirError
-from kvasir_proto.messages.local import GenerateEnd, GenerateRequest, Refusal, TokenEvent
-from kvasir_proto.sampling import Sampling
-from tests.loopback.daemons import PATIENCE_S, Daemon, kvasir, wait_for
+from tests.loopback.daemons import PATIENCE_S, Daemon, kvasir, run_session, wait_for
 from tests.model_makers import ModelShape, make_qwen3moe
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
-SAMPLING = Sampling(seed=5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 FAILOVER_S = 30.0
 """Far more than it takes: speed is shown by a measurement, not here."""
 
@@ -65,21 +61,6 @@ class Nodes:
             )
 
 
-async def _generate(daemon: Daemon, n_tokens: int) -> list[int]:
-    tokens: list[int] = []
-    with trio.fail_after(PATIENCE_S):
-        async with connect_daemon(daemon.locations) as connection:
-            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
-            while True:
-                reply = await connection.receive()
-                assert not isinstance(reply, Refusal), reply
-                if isinstance(reply, GenerateEnd):
-                    assert reply.reason != "failed", (reply.code, reply.detail)
-                    return tokens
-                assert isinstance(reply, TokenEvent)
-                tokens.append(reply.token)
-
-
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     made = Nodes(tmp_path_factory.mktemp("nodes"))
@@ -98,18 +79,18 @@ def test_a_killed_backbone_is_replaced_and_the_next_says_the_same(nodes: Nodes) 
     """The same class of machine everywhere, and the same batch shapes: the text is the same, bit for bit."""
     nodes.wait_settled()
     first, before = nodes.backbone()
-    text = trio.run(_generate, first, 40)
+    text = trio.run(run_session, first, 40)
     assert len(set(text)) > 5
     first.kill(signal.SIGKILL)
     first.process.wait()
     others = [each for each in nodes.daemons if each is not first]
     second, after = nodes.backbone(others)
     assert (after["epoch"], after["term"]) > (before["epoch"], before["term"])
-    assert trio.run(_generate, second, 40) == text
+    assert trio.run(run_session, second, 40) == text
     for daemon in others:
         if daemon is not second:
             with pytest.raises((AssertionError, KvasirError), match=after["node_id"]):
-                trio.run(_generate, daemon, 1)
+                trio.run(run_session, daemon, 1)
     first.start()
     nodes.wait_settled()
     _, later = nodes.backbone()
@@ -124,7 +105,7 @@ def test_a_stopped_backbone_is_replaced_and_comes_back_as_a_member(nodes: Nodes)
         others = [each for each in nodes.daemons if each is not first]
         second, after = nodes.backbone(others)
         assert after["term"] > before["term"]
-        assert len(trio.run(_generate, second, 10)) == 10
+        assert len(trio.run(run_session, second, 10)) == 10
     finally:
         first.kill(signal.SIGCONT)
     first.wait(lambda document: document["backbone"] == after["node_id"], "that it follows the new one")
