@@ -76,8 +76,7 @@ def _serve(role: str, channel: ControlChannel, directory: Path) -> None:
     bind_process(node=identity.node_id)
     certificate = key.certificate(identity.binding)
     credentials = EngineCredentials(certificate.public_bytes(Encoding.PEM), key.private_pem, directory)
-    if role == "worker":
-        compute_in_batch()
+    compute_in_batch()
     engine = _make_role_engine(role, channel, credentials)
     channel.send(EngineCertificate(certificate.public_bytes(Encoding.DER)))
     try:
@@ -94,7 +93,8 @@ def compute_in_batch() -> None:
     """Tell Linux that this process computes and waits: waking up, it preempts nobody.
 
     A worker that a request wakes would otherwise take the processor from the backbone that is still sending
-    to the others, or from whatever its owner is doing. Threads started later inherit it.
+    to the others, a backbone that the first record of a reply wakes from the worker that is still sending the
+    rest, and either from whatever its owner is doing. Threads started later inherit it.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a container may forbid it; then all is as it was

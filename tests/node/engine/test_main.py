@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has a batch policy")
-def test_a_worker_that_wakes_up_preempts_nobody() -> None:
+def test_an_engine_that_wakes_up_preempts_nobody() -> None:
     code = (
         "import os; from kvasir_node.engine.process import compute_in_batch; compute_in_batch(); "
         "print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
