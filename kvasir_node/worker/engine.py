@@ -31,9 +31,8 @@ from kvasir_node.engine.tls import (
     pinned_context,
     prepare_socket,
 )
-from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.port import ExpertKernel
-from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
@@ -140,7 +139,7 @@ class WorkerEngine:
             manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
             shard = ShardSet.decode(message.shard)
             with ExpertSource(Path(message.source_path), manifest) as source:
-                kernel = _kernel_of(message, manifest, shard, source)
+                kernel = make_kernel(message.kernel, manifest, shard, source.read, message.threads)
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
             self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return
@@ -336,15 +335,6 @@ class WorkerEngine:
             "memory_bytes": memory_bytes,
             "connections": len(self._connections),
         }
-
-
-def _kernel_of(
-    message: LoadShard, manifest: ModelManifest, shard: ShardSet, source: ExpertSource
-) -> ExpertKernel:
-    """The shard's experts in the kernel that was asked for. Raises as kernels do."""
-    if message.kernel == "emulated-f16":
-        return ReferenceKernel(manifest, shard, source.read, Arithmetic.F16_SUMS)
-    return GgmlCpuKernel(manifest, shard, source.read, threads=message.threads)
 
 
 def _shut_down(sock: socket.socket) -> None:

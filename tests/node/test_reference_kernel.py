@@ -15,12 +15,14 @@ import numpy.typing as npt
 import pytest
 
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
+from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.reference import F16_ADDED_AT_ONCE, Arithmetic, ReferenceKernel, added_in_f16
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.model_manifest import build_manifest
 from kvasir_node.native_library import load
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, RemoteProtocolError
+from kvasir_proto.limits import Kernel
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram, GluKind, ProgramStep, StepOp, UnaryKind
 from kvasir_proto.tensor_types import TENSOR_TYPES, TENSOR_TYPES_BY_NAME
@@ -395,3 +397,17 @@ def test_sums_in_f16_are_ggmls_numbers_rounded_as_they_are_added_up() -> None:
     assert np.abs(result - expected).max() <= 2e-3, "one rounding of a float16 near 1"
     error = np.abs(result - a @ weight.T)
     assert 1e-4 < error.max() < 2e-2
+
+
+@pytest.mark.parametrize("name, backend", [("ggml-cpu", "ggml-cpu"), ("emulated-f16", "reference")])
+def test_a_name_stands_for_a_kernel(name: Kernel, backend: str, model: Model) -> None:
+    with ExpertSource(model.path, model.manifest) as source:
+        kernel = make_kernel(name, model.manifest, model.manifest.whole_shard(), source.read)
+    assert kernel.backend == backend
+    x, rows, experts = rows_and_pairs(5, 256)
+    program = gated(GluKind.SWIGLU)
+    apart = distance(
+        computed(kernel, 0, program, x, rows, experts),
+        computed(model.reference(Arithmetic.AS_GGML), 0, program, x, rows, experts),
+    )
+    assert apart < 2e-6 if name == "ggml-cpu" else 1e-4 < apart < 1e-1

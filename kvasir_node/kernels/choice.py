@@ -1,0 +1,31 @@
+"""Which kernel a name stands for: the one place that makes kernels of what a person or a message chose.
+
+Apart from the kernels because a worker, `certify` and the measurements must mean the same by a name. It
+refuses to know files: bytes come from a function, as for every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
+from kvasir_proto.limits import Kernel
+from kvasir_proto.manifest import ModelManifest, ShardSet
+
+
+def make_kernel(
+    name: Kernel,
+    manifest: ModelManifest,
+    shard: ShardSet,
+    read: Callable[[str, int], bytes | bytearray | memoryview],
+    threads: int = 1,
+) -> ExpertKernel:
+    """The shard's experts in the kernel of this name. `read` gives one expert's slice of a tensor, verified.
+
+    Kernels that have no threads of their own ignore `threads`. Raises as the kernel does.
+    """
+    if name == "emulated-f16":
+        return ReferenceKernel(manifest, shard, read, Arithmetic.F16_SUMS)
+    return GgmlCpuKernel(manifest, shard, read, threads=threads)
