@@ -91,6 +91,7 @@ from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState
 from kvasir_proto.placement.options import PlacementOptions
 from kvasir_proto.placement.plan import Coverage, Missing, Plan, open_plan
 from kvasir_proto.plan_offers import PlanOffers
+from kvasir_proto.quarantine import Quarantined, QuarantineTable
 from kvasir_proto.ranking import CandidateRank, candidate_rank, may_be_backbone
 from kvasir_proto.records import LAN as RECORDS_LAN
 from kvasir_proto.records import WAN as RECORDS_WAN
@@ -182,6 +183,15 @@ class HolderFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """As backbone: this member computed or spoke wrongly; plan without it until then."""
+
+    node_id: NodeId
+    until: Instant
+    reason: str
+
+
 NodeCommand: TypeAlias = (
     Seed
     | ConnectionLost
@@ -191,6 +201,7 @@ NodeCommand: TypeAlias = (
     | ShardRefused
     | ShardLost
     | HolderFailed
+    | Quarantine
     | AdoptProof
     | StepDown
     | Recover
@@ -261,6 +272,8 @@ class NodeView:
     coverage: Coverage | None
     missing: tuple[Missing, ...]
     clock_offset: Duration | None
+    quarantined: tuple[Quarantined, ...] = ()
+    """Whom this node plans without, whenever it is backbone."""
 
 
 _NOTHING: Final = ShardSet()
@@ -358,6 +371,7 @@ class NodeCore:
             now=now,
         )
         self._offers = PlanOffers()
+        self._quarantine = QuarantineTable()
         self._deadlines = (
             self._membership.next_deadline,
             self._admission.next_deadline,
@@ -365,6 +379,7 @@ class NodeCore:
             self._election.next_deadline,
             self._placement.next_deadline,
             self._offers.next_deadline,
+            self._quarantine.next_end,
         )
         self._deadline: Instant | None = None
         self._is_deadline_known = False
@@ -480,6 +495,10 @@ class NodeCore:
             case HolderFailed(node_id, _):
                 self._ask_again(node_id, now.instant)
                 self._note_change(now.instant)
+            case Quarantine(node_id, until, reason):
+                self._quarantine.add(Quarantined(node_id, until, reason))
+                self._forget_holding(node_id)
+                self._note_change(now.instant)
         self._settle(now)
 
     def tick(self, now: Now) -> None:
@@ -496,6 +515,8 @@ class NodeCore:
             if deadline is not None and deadline <= now.instant:
                 core.tick(now)
         self._offers.tick(now.instant)
+        if self._quarantine.let_go(now.instant):
+            self._note_change(now.instant)
         self._settle(now)
         if self._review_at is not None and self._review_at <= now.instant and not self._has_left:
             self._review_at = None
@@ -581,6 +602,7 @@ class NodeCore:
             coverage=coverage,
             missing=missing,
             clock_offset=self._clock_offset,
+            quarantined=self._quarantine.rows(),
         )
 
     def _state(self) -> tuple[NodeState, str]:
@@ -962,6 +984,8 @@ class NodeCore:
             state = "suspect"
         elif record.state == "stopping":
             state = "draining"
+        if node_id in self._quarantine:
+            state = "lost"
         memory_bytes = record.memory_bytes
         if standing.room_bytes is not None:
             memory_bytes = min(memory_bytes, standing.room_bytes)
@@ -1004,6 +1028,8 @@ class NodeCore:
             self._effects.append(HolderRefused(sender, message.code, message.reason))
         else:
             standing = self._standing.get(sender)
+            if sender in self._quarantine:
+                return  # nothing is asked of it, whatever it says
             if standing is not None:
                 standing.holding = plan.shard_of(sender)
             self._effects.append(HolderReady(sender, plan, message.memory_bytes))

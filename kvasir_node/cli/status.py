@@ -218,6 +218,8 @@ def word_of(member: dict[str, Any]) -> str:
         return str(member["state"])
     if member["condition"] in ("conflicted", "clock_wrong"):
         return str(member["condition"]).partition("_")[0]
+    if member["quarantined_s"] is not None:
+        return "quarantined"
     if member["holder_state"]:
         return str(member["holder_state"])
     if member["condition"] != "well":
@@ -264,7 +266,13 @@ def print_members(document: dict[str, Any]) -> None:
     if reasons:
         click.echo()
     for each in reasons:
-        print_line(f"{short_id(each['node_id'])}  {word_of(each)}: {each['reason']}", indent=11)
+        print_line(f"{short_id(each['node_id'])}  {word_of(each)}: {_reason_of(each)}", indent=11)
+
+
+def _reason_of(member: dict[str, Any]) -> str:
+    if member["quarantined_s"] is None:
+        return str(member["reason"])
+    return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
 
 
 def _member_row(

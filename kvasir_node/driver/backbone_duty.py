@@ -61,6 +61,7 @@ from kvasir_proto.node_core import (
     HolderRefused,
     NodeEvent,
     PlanReceived,
+    Quarantine,
     ShardLoaded,
     ShardLost,
     ShardRefused,
@@ -276,7 +277,7 @@ class BackboneDuty:
         if reign.plan is not None and plan.revision <= reign.plan.revision:
             return
         reign.plan = plan
-        self._holders.follow(plan, self._node_id)
+        self._holders.follow(plan, self._node_id, self._now())
         log.info("plan_followed", revision=plan.revision, holders=len(plan.nodes))
 
     def _take_member(self, event: MemberChanged) -> None:
@@ -740,14 +741,19 @@ class BackboneDuty:
         return reply if isinstance(reply, HolderLost) else None
 
     def _lose_connection(self, node_id: NodeId, code: str, reason: str, *, is_engines_word: bool) -> None:
-        """A connection broke, or could not be made: the core is told, so that the plan is offered again."""
+        """A connection broke, or could not be made: the core offers the plan again, or plans without it."""
         is_known = self._holders.note_lost(
             node_id, code, reason, self._now(), is_engines_word=is_engines_word
         )
         if not is_known:
             return
         self._note_holder_lost(node_id, code, reason)
-        self._core.command(HolderFailed(node_id, as_sentence(f"{code}: {reason}")))
+        fault = self._holders.fault_of(node_id)
+        if fault is None:
+            self._core.command(HolderFailed(node_id, as_sentence(f"{code}: {reason}")))
+            return
+        log.warning("holder_quarantined", node=node_id, reason=fault.reason, n_faults=fault.n_faults)
+        self._core.command(Quarantine(node_id, fault.until, as_sentence(fault.reason)))
 
     # -- this node's own experts -------------------------------------------------------------------
 

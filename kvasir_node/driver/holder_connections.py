@@ -2,7 +2,8 @@
 
 A plain table with rules about state, apart from all I/O, so that what a lost connection, a faulty row or a
 holder's word means can be read and tested in one place. Who is alive is membership's affair, who shall hold
-what is placement's. A holder that computed wrongly is not connected again as long as this process runs.
+what is placement's. A holder that computed wrongly is not connected again until its quarantine is over, and
+the next one is twice as long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from kvasir_node.backoff import retry_delay_s
 from kvasir_node.supervisor import STEADY_AFTER
 from kvasir_proto.ids import NodeId
-from kvasir_proto.instants import Duration, Instant, after, between
+from kvasir_proto.instants import Duration, Instant, after, between, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.placement.plan import Coverage, Plan
 
@@ -23,8 +24,12 @@ HolderState: TypeAlias = Literal["loading", "serving", "refused", "unreachable",
 FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "unexpected_reply"})
 """Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
 
-QUARANTINED_MAX: Final = 1024
-"""Nodes remembered as faulty beside those of the plan; the one found first goes first."""
+FAULTY_MAX: Final = 1024
+"""Nodes remembered as faulty; the one found first goes first."""
+
+QUARANTINE_FIRST: Final[Duration] = seconds(600)
+QUARANTINE_MAX: Final[Duration] = seconds(24 * 3600)
+"""A fault may have been a bad cable: 10 minutes at first, twice as long with each other one, up to a day."""
 
 _LONG_AGO: Final = Instant(0)
 
@@ -45,6 +50,14 @@ class Share(NamedTuple):
 
 
 NO_SHARE: Final = Share(ShardSet(), ShardSet())
+
+
+class Fault(NamedTuple):
+    """What a holder did wrong last, how often it has by now, and until when it is not connected again."""
+
+    reason: str
+    n_faults: int
+    until: Instant
 
 
 @dataclass(slots=True)
@@ -88,7 +101,7 @@ class HolderConnections:
 
     def __init__(self) -> None:
         self._rows: dict[NodeId, HolderConnection] = {}
-        self._quarantined: dict[NodeId, str] = {}
+        self._faults: dict[NodeId, Fault] = {}
 
     def __iter__(self) -> Iterator[HolderConnection]:
         return iter([self._rows[node_id] for node_id in sorted(self._rows)])
@@ -99,10 +112,11 @@ class HolderConnections:
 
     # -- what is wanted ----------------------------------------------------------------------------
 
-    def follow(self, plan: Plan, backbone: NodeId) -> None:
+    def follow(self, plan: Plan, backbone: NodeId, now: Instant) -> None:
         """A new plan is in force. Each holder has to say that it serves it before it is connected for it.
 
-        What is connected goes on being asked for what it was connected for.
+        What is connected goes on being asked for what it was connected for. A plan that names a node whose
+        quarantine is over gives it another chance.
         """
         for node_id in plan.nodes:
             if node_id == backbone:
@@ -110,8 +124,11 @@ class HolderConnections:
             row = self._rows.get(node_id)
             if row is None:
                 row = self._rows[node_id] = HolderConnection(node_id, NO_SHARE)
-                if node_id in self._quarantined:
-                    row.state, row.reason = "quarantined", self._quarantined[node_id]
+            fault = self._faults.get(node_id)
+            if fault is not None and fault.until > now:
+                row.state, row.reason = "quarantined", fault.reason
+            elif row.state == "quarantined":
+                row.state, row.reason = "loading", "it has not answered the plan"
             row.wanted = Share.of(plan, node_id)
             row.is_ready = False
         for row in self:
@@ -203,11 +220,11 @@ class HolderConnections:
     def note_lost(
         self, node_id: NodeId, code: str, reason: str, now: Instant, *, is_engines_word: bool
     ) -> bool:
-        """Its data connection broke or could not be made; whether it is in the table, and not quarantined.
+        """Its data connection broke or could not be made; whether it was in the table, and not quarantined.
 
         ``is_engines_word``: the engine has seen it on the data connection, where some codes tell of a holder
-        that computes or speaks wrongly. That one is quarantined, others are tried again after a delay that
-        grows with failures in a row.
+        that computes or speaks wrongly. That one is quarantined (see `fault_of`), others are tried again
+        after a delay that grows with failures in a row.
         """
         row = self._rows.get(node_id)
         if row is None or row.state == "quarantined":
@@ -217,7 +234,7 @@ class HolderConnections:
         row.reason = f"{code}: {reason}" if is_engines_word else reason
         if is_engines_word and code in FAULTY_CODES:
             row.state = "quarantined"
-            self._quarantine(node_id, row.reason)
+            self._note_fault(node_id, row.reason, now)
             return True
         row.state = "unreachable"
         row.failures = 1 if between(row.began, now) > STEADY_AFTER else row.failures + 1
@@ -236,12 +253,20 @@ class HolderConnections:
         row.attempt += 1
         row.connected, row.is_connecting, row.is_renewed = None, False, False
 
-    def _quarantine(self, node_id: NodeId, reason: str) -> None:
-        self._quarantined[node_id] = reason
-        while len(self._quarantined) > QUARANTINED_MAX:
-            del self._quarantined[next(iter(self._quarantined))]
+    def _note_fault(self, node_id: NodeId, reason: str, now: Instant) -> None:
+        before = self._faults.pop(node_id, None)
+        count = 1 if before is None else before.n_faults + 1
+        lasts = min(QUARANTINE_MAX, QUARANTINE_FIRST << min(count - 1, 16))
+        self._faults[node_id] = Fault(reason, count, after(now, Duration(lasts)))
+        while len(self._faults) > FAULTY_MAX:
+            del self._faults[next(iter(self._faults))]
 
     # -- what follows ------------------------------------------------------------------------------
+
+    def fault_of(self, node_id: NodeId) -> Fault | None:
+        """The fault for which this holder is in quarantine now; None where it is not."""
+        row = self._rows.get(node_id)
+        return self._faults.get(node_id) if row is not None and row.state == "quarantined" else None
 
     def due(self, now: Instant) -> list[HolderConnection]:
         """Holders that are to be connected now."""

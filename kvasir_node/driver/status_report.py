@@ -218,13 +218,17 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     connection = connections.get(member.node_id, {})
     said_state, said_reason = (record.state, record.reason) if record is not None else (None, "")
     shard = plan.shard_of(member.node_id) if plan is not None else ShardSet()
+    quarantined = {each.node_id: each for each in sources.view.quarantined} if sources.view else {}
+    fault = quarantined.get(member.node_id)
+    fault_reason = fault.reason if fault is not None else ""
     return {
         "node_id": member.node_id,
         "state": member.state,
         "condition": member.condition,
-        "reason": member.reason or connection.get("reason", "") or said_reason,
+        "reason": member.reason or fault_reason or connection.get("reason", "") or said_reason,
         "said_state": said_state,
         "holder_state": connection.get("state"),
+        "quarantined_s": _seconds(between(now, fault.until) if fault is not None else None),
         "version": record.node_version if record is not None else None,
         "backend": record.backend if record is not None else None,
         "device": record.device if record is not None else None,

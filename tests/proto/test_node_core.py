@@ -21,20 +21,24 @@ from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import public_key_of
-from kvasir_proto.instants import seconds
+from kvasir_proto.instants import Instant, seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
 from kvasir_proto.messages.membership import Ping
+from kvasir_proto.messages.plan import PlanAccept
 from kvasir_proto.node_core import (
     Describe,
     HolderFailed,
+    HolderReady,
     HolderRefused,
     PlanReceived,
+    Quarantine,
     ShardLost,
     ShardRefused,
 )
 from kvasir_proto.placement.plan import Plan
+from kvasir_proto.quarantine import Quarantined
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
 
 
@@ -115,6 +119,60 @@ def test_a_dead_workers_experts_get_other_holders() -> None:
         return gone and view.coverage.holders_min == 2 and view.state == "ready"
 
     assert swarm.run(seconds(30), is_mended) < 10
+
+
+def test_a_node_in_quarantine_gets_no_experts_until_its_time_is_over() -> None:
+    swarm = SmallSwarm(6)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    liar = next(each for each in swarm.nodes.values() if each is not backbone)
+    until = Instant(swarm.time + seconds(60))
+    backbone.core.command(Quarantine(liar.node_id, until, "non_finite: row 3"), swarm.now())
+    swarm._do(backbone)
+    assert backbone.core.view().quarantined == (Quarantined(liar.node_id, until, "non_finite: row 3"),)
+
+    def is_named() -> bool:
+        assert backbone.core is not None
+        plan = backbone.core.view().plan
+        return plan is not None and len(plan.shard_of(liar.node_id)) > 0
+
+    def is_mended() -> bool:
+        assert backbone.core is not None
+        view = backbone.core.view()
+        assert view.coverage is not None
+        return not is_named() and view.coverage.holders_min == 2 and view.state == "ready"
+
+    assert swarm.run(seconds(30), is_mended) < 10
+    swarm.kill(liar)
+    swarm.start(liar)  # what it says of itself changes nothing
+    while swarm.time < until:
+        assert not is_named()
+        swarm.run(seconds(1))
+    assert swarm.run(seconds(30), is_named) < 10
+    assert backbone.core.view().quarantined == ()
+
+
+def test_what_a_node_in_quarantine_says_it_holds_does_not_count() -> None:
+    swarm = SmallSwarm(3)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    plan = backbone.core.view().plan
+    assert plan is not None
+    liar = next(swarm.nodes[each] for each in plan.nodes if each != backbone.node_id)
+    until = Instant(swarm.time + seconds(60))
+    backbone.core.command(Quarantine(liar.node_id, until, "malformed"), swarm.now())
+    answer = PlanAccept(plan.epoch, plan.term, plan.revision, plan.shard_of(liar.node_id).digest(), 1)
+    backbone.core.command(HolderFailed(liar.node_id, "let it be offered the plan again"), swarm.now())
+    backbone.core.drain()
+    backbone.core.receive(answer, liar.node_id, swarm.now())
+    assert not [each for each in backbone.core.drain() if isinstance(each, HolderReady)]
+    coverage = backbone.core.view().coverage
+    assert coverage is not None
+    assert coverage.holders_min < 2
 
 
 def test_the_whole_swarm_starts_again_with_what_it_stored() -> None:

@@ -24,6 +24,7 @@ from kvasir_proto.errors import TransportUnavailable
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant, seconds
 from kvasir_proto.messages.local import InviteRequest, PingRequest
+from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import sign_swarm_manifest
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_electorate, make_term_proof
 from tests.node.cli.daemon_twin import twin_daemon
@@ -83,6 +84,15 @@ def backbone(**changes: Any) -> dict[str, Any]:
         },
         **changes,
     )
+
+
+def test_a_member_in_quarantine_says_why_and_for_how_long(tmp_path: Path) -> None:
+    entry = Quarantined(SECOND, Instant(views.NOW + seconds(540)), "malformed: not an answer")
+    members = (views.member(SECOND),)
+    document = views.document(views.view_with(members=members, quarantined=(entry,)))
+    with twin_daemon(tmp_path, document):
+        out = call("status", home=tmp_path).out
+    assert "quarantined: malformed: not an answer; planned without for another 9 min" in " ".join(out.split())
 
 
 def lines_of(outcome: Outcome) -> list[str]:

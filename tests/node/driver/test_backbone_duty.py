@@ -18,6 +18,7 @@ from kvasir_node.driver.backbone_duty import (
     RELEASE_TIMEOUT_S,
     SESSIONS_WAITING_MAX,
 )
+from kvasir_node.driver.holder_connections import QUARANTINE_FIRST
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import (
@@ -30,7 +31,7 @@ from kvasir_proto.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from kvasir_proto.instants import after, milliseconds
+from kvasir_proto.instants import after, in_seconds, milliseconds, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     CancelSession,
@@ -54,6 +55,7 @@ from kvasir_proto.node_core import (
     HolderFailed,
     HolderReady,
     PlanReceived,
+    Quarantine,
     ShardLoaded,
     ShardLost,
     ShardRefused,
@@ -835,7 +837,7 @@ async def test_a_holder_with_another_engine_is_connected_to_that_one(
 
 
 @pytest.mark.parametrize("code", ["non_finite", "shape_invalid", "malformed", "unexpected_reply"])
-async def test_a_holder_that_computes_wrongly_is_quarantined_for_good(
+async def test_a_holder_that_computes_wrongly_is_quarantined_and_the_core_plans_without_it(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path, code: str
 ) -> None:
     async with open_world(model, tmp_path) as world:
@@ -846,7 +848,10 @@ async def test_a_holder_that_computes_wrongly_is_quarantined_for_good(
         await until(lambda: backbone.line(faulty)["state"] == "quarantined")
         assert backbone.line(faulty)["reason"] == f"{code}: row 3 is not finite"
         assert backbone.duty.report()["last_error"].endswith("row 3 is not finite")
-        assert backbone.failed(faulty) == 1
+        assert not backbone.failed(faulty), "it is not asked again"
+        (told,) = backbone.core.commanded(Quarantine)
+        assert (told.node_id, told.reason) == (faulty.node_id, f"{code}: row 3 is not finite")
+        assert QUARANTINE_FIRST - seconds(1) < told.until - now() <= QUARANTINE_FIRST
         await trio.sleep(120.0)
         backbone.issue(backbone.make(*holders))
         await trio.sleep(60.0)
@@ -855,9 +860,14 @@ async def test_a_holder_that_computes_wrongly_is_quarantined_for_good(
         backbone.elect(2)
         backbone.issue(backbone.make(*holders))
         await trio.sleep(60.0)
-        assert faulty.grants == grants, "it is never connected again"
+        assert faulty.grants == grants, "it is not connected before its time is over"
         assert backbone.line(faulty)["state"] == "quarantined"
         assert backbone.state == "degraded"
+        await trio.sleep(in_seconds(QUARANTINE_FIRST))
+        faulty.is_up = True
+        backbone.issue(backbone.make(*holders))
+        await until(lambda: backbone.failed(faulty))  # it is tried again, and the network to it is cut
+        assert backbone.line(faulty)["state"] == "unreachable"
 
 
 async def test_a_fault_found_while_connecting_quarantines_too(

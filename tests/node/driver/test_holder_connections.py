@@ -8,15 +8,17 @@ import pytest
 
 from kvasir_node.driver.holder_connections import (
     FAULTY_CODES,
+    FAULTY_MAX,
     NO_SHARE,
-    QUARANTINED_MAX,
+    QUARANTINE_FIRST,
+    QUARANTINE_MAX,
     RETRY_DELAY_MAX_S,
     HolderConnection,
     HolderConnections,
     Share,
 )
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Instant, after, seconds
+from kvasir_proto.instants import Instant, after, between, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.placement.plan import Plan, make_plan, plan_of
 
@@ -55,7 +57,7 @@ def connect(table: HolderConnections, node_id: NodeId, now: Instant = NOW, **sai
 
 def serving(*nodes: NodeId) -> tuple[HolderConnections, Plan]:
     table, first = HolderConnections(), plan(*nodes)
-    table.follow(first, BACKBONE)
+    table.follow(first, BACKBONE, NOW)
     for node_id in nodes:
         if node_id != BACKBONE:
             table.note_ready(node_id, 1)
@@ -69,7 +71,7 @@ def lose(table: HolderConnections, node_id: NodeId, code: str = "late", now: Ins
 
 def test_a_holder_is_due_once_it_has_said_that_it_serves() -> None:
     table = HolderConnections()
-    table.follow(plan(FIRST, SECOND), BACKBONE)
+    table.follow(plan(FIRST, SECOND), BACKBONE, NOW)
     assert (table.due(NOW), table.next_due()) == ([], None)
     table.note_ready(SECOND, 7)
     table.note_ready(THIRD, 7)  # the plan does not name it
@@ -82,7 +84,7 @@ def test_a_holder_is_due_once_it_has_said_that_it_serves() -> None:
 def test_the_backbone_is_none_of_its_own_holders() -> None:
     table = HolderConnections()
     both = plan(BACKBONE, FIRST)
-    table.follow(both, BACKBONE)
+    table.follow(both, BACKBONE, NOW)
     assert [row.node_id for row in table] == [FIRST]
     table.note_ready(FIRST, 1)
     connect(table, FIRST)
@@ -97,7 +99,7 @@ def test_the_backbone_is_none_of_its_own_holders() -> None:
 def test_who_is_named_for_nothing_is_not_connected() -> None:
     many = [node_id_of(bytes([number]) * 32) for number in range(1, 13)]
     table, crowded = HolderConnections(), plan(*many)
-    table.follow(crowded, BACKBONE)
+    table.follow(crowded, BACKBONE, NOW)
     for node_id in many:
         table.note_ready(node_id, 1)
     assert {row.node_id for row in table.due(NOW)} == {
@@ -108,7 +110,7 @@ def test_who_is_named_for_nothing_is_not_connected() -> None:
 
 def test_a_new_plan_leaves_alone_whose_share_is_the_same() -> None:
     table, first = serving(FIRST, SECOND)
-    table.follow(plan(FIRST, SECOND, revision=2), BACKBONE)
+    table.follow(plan(FIRST, SECOND, revision=2), BACKBONE, NOW)
     table.note_ready(FIRST, 1)
     assert table.due(NOW) == []
     assert table.coverage(first, BACKBONE, NOTHING).n_pairs_held == first.coverage().n_pairs
@@ -119,7 +121,7 @@ def test_a_changed_share_is_connected_once_it_is_served_and_the_old_one_is_asked
     row = row_of(table)
     before = row.connected
     after_it = plan_for((FIRST,), (FIRST,), (FIRST,), (SECOND,))
-    table.follow(after_it, BACKBONE)
+    table.follow(after_it, BACKBONE, NOW)
     assert (row.state, row.connected, table.due(NOW)) == ("serving", before, [])
     assert table.coverage(after_it, BACKBONE, NOTHING).n_pairs_held == 0, "neither is connected for it yet"
     table.note_ready(FIRST, 1)
@@ -140,7 +142,7 @@ def test_a_holder_that_says_it_twice_is_connected_anew() -> None:
 def test_who_is_not_named_any_more_goes_when_the_others_are_there() -> None:
     table, _ = serving(FIRST, SECOND)
     for_others = plan_for((FIRST,), (FIRST,), (THIRD,), (THIRD,))
-    table.follow(for_others, BACKBONE)
+    table.follow(for_others, BACKBONE, NOW)
     assert row_of(table, SECOND).wanted == NO_SHARE
     assert table.superfluous(for_others, BACKBONE, NOTHING) == []
     table.note_ready(THIRD, 1)
@@ -152,8 +154,8 @@ def test_who_is_not_named_any_more_goes_when_the_others_are_there() -> None:
 
 def test_who_is_not_named_any_more_and_is_not_connected_goes_at_once() -> None:
     table = HolderConnections()
-    table.follow(plan(FIRST, SECOND), BACKBONE)
-    table.follow(plan(FIRST, revision=2), BACKBONE)
+    table.follow(plan(FIRST, SECOND), BACKBONE, NOW)
+    table.follow(plan(FIRST, revision=2), BACKBONE, NOW)
     assert [row.node_id for row in table] == [FIRST]
 
 
@@ -179,7 +181,7 @@ def test_losses_in_a_row_make_the_delay_grow_up_to_a_bound_and_steady_service_en
 
 
 @pytest.mark.parametrize("code", sorted(FAULTY_CODES))
-def test_only_the_engines_word_quarantines_and_nothing_lifts_it(code: str) -> None:
+def test_only_the_engines_word_quarantines_and_only_time_lifts_it(code: str) -> None:
     table, _ = serving(FIRST, SECOND)
     assert table.note_lost(SECOND, code, "it says so", NOW, is_engines_word=False)
     assert row_of(table, SECOND).state == "unreachable"
@@ -191,23 +193,42 @@ def test_only_the_engines_word_quarantines_and_nothing_lifts_it(code: str) -> No
     table.note_ready(FIRST, 1)
     table.note_refused(FIRST, "no_memory", "too large")
     table.clear()
-    table.follow(plan(FIRST, SECOND, revision=9), BACKBONE)
+    table.follow(plan(FIRST, SECOND, revision=9), BACKBONE, NOW)
     table.note_ready(FIRST, 1)
     assert (row_of(table).state, row_of(table).reason) == ("quarantined", f"{code}: no reply")
     assert [row.node_id for row in table.due(NOW)] == []
+    table.follow(plan(FIRST, SECOND, revision=10), BACKBONE, after(NOW, QUARANTINE_FIRST))
+    table.note_ready(FIRST, 1)
+    assert (row_of(table).state, table.fault_of(FIRST)) == ("loading", None)
+    assert [row.node_id for row in table.due(NOW)] == [FIRST]
+
+
+def test_each_further_fault_doubles_the_quarantine_up_to_a_day() -> None:
+    table, now, lasted = HolderConnections(), NOW, []
+    for _ in range(10):
+        table.clear()
+        table.follow(plan(FIRST), BACKBONE, now)
+        assert lose(table, FIRST, "malformed", now)
+        fault = table.fault_of(FIRST)
+        assert fault is not None
+        lasted.append(between(now, fault.until))
+        now = fault.until
+    doubled = [QUARANTINE_FIRST << number for number in range(10)]
+    assert lasted == [min(each, QUARANTINE_MAX) for each in doubled]
+    assert lasted[-1] == QUARANTINE_MAX
 
 
 def test_the_memory_of_faulty_nodes_is_bounded() -> None:
     table = HolderConnections()
-    for number in range(QUARANTINED_MAX + 2):
+    for number in range(FAULTY_MAX + 2):
         node_id = node_id_of(number.to_bytes(32, "big"))
-        table.follow(plan(node_id), THIRD)
+        table.follow(plan(node_id), THIRD, NOW)
         assert lose(table, node_id, "malformed")
         table.clear()
     states = []
-    for number in (0, 1, 2, QUARANTINED_MAX + 1):
+    for number in (0, 1, 2, FAULTY_MAX + 1):
         node_id = node_id_of(number.to_bytes(32, "big"))
-        table.follow(plan(node_id), THIRD)
+        table.follow(plan(node_id), THIRD, NOW)
         states.append(row_of(table, node_id).state)
     assert states == ["loading", "loading", "quarantined", "quarantined"]
 
@@ -230,7 +251,7 @@ def test_what_happens_during_an_attempt_makes_it_pointless() -> None:
         lambda table: table.clear(),
     ):
         table = HolderConnections()
-        table.follow(plan(FIRST), BACKBONE)
+        table.follow(plan(FIRST), BACKBONE, NOW)
         table.note_ready(FIRST, 1)
         row = row_of(table)
         attempt = table.begin(row, NOW)
@@ -242,7 +263,7 @@ def test_what_happens_during_an_attempt_makes_it_pointless() -> None:
 
 def test_an_attempt_that_was_broken_off_can_be_made_again() -> None:
     table = HolderConnections()
-    table.follow(plan(FIRST), BACKBONE)
+    table.follow(plan(FIRST), BACKBONE, NOW)
     table.note_ready(FIRST, 1)
     row = row_of(table)
     first = table.begin(row, NOW)
@@ -282,7 +303,7 @@ def test_only_a_record_that_takes_an_earlier_one_back_says_that_a_shard_is_lost(
 
 def test_a_refusal_is_shown_unless_what_it_served_before_is_served_still() -> None:
     table, _ = serving(FIRST)
-    table.follow(plan(FIRST, SECOND, revision=2), BACKBONE)
+    table.follow(plan(FIRST, SECOND, revision=2), BACKBONE, NOW)
     table.note_refused(FIRST, "no_memory", "it is too large")
     table.note_refused(SECOND, "no_memory", "it is too large")
     table.note_refused(THIRD, "no_memory", "it is too large")

@@ -19,6 +19,7 @@ from kvasir_proto.instants import Instant, milliseconds, seconds
 from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import ExpertRange, LayerPlan, Missing, Plan, make_plan
+from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import (
     FoundedSwarm,
     SwarmManifest,
@@ -142,6 +143,7 @@ MEMBER_KEYS = {
         "reason",
         "said_state",
         "holder_state",
+        "quarantined_s",
         "version",
         "backend",
         "device",
@@ -273,6 +275,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "reason": "",
         "said_state": "ready",
         "holder_state": None,
+        "quarantined_s": None,
         "version": "0.1",
         "backend": "ggml-cpu",
         "device": "zen4",
@@ -295,6 +298,15 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "none",
     )
     assert (stranger["ranks"], stranger["shards"], stranger["addresses"]) == ([], 0, [])
+
+
+def test_a_member_in_quarantine_is_shown_with_its_reason_and_its_time() -> None:
+    entry = Quarantined(SECOND, Instant(NOW + seconds(90)), "non_finite: row 3 is not finite")
+    view = view_with(members=(member(SECOND), member(THIRD)), quarantined=(entry,))
+    known = {SECOND: record(SECOND, reason="its disk is slow")}
+    shown, other = document(view, known)["members"]
+    assert (shown["quarantined_s"], shown["reason"]) == (90.0, "non_finite: row 3 is not finite")
+    assert (other["quarantined_s"], other["reason"]) == (None, "")
 
 
 def test_a_member_that_was_never_heard_has_no_times() -> None:
