@@ -109,6 +109,17 @@ class double_voter(liar):
     votes_for_all = True
 
 
+class ready_double_voter(double_voter):
+    """Does that, says yes to everything else, and is hostile in no other way."""
+
+    def receive(self, message: ElectionMessage, sender: NodeId) -> Said:
+        self.entropy = random.Random(0)  # its first draw is no refusal
+        return super().receive(message, sender)
+
+    def act(self, now: int) -> Said:
+        return []
+
+
 class hoarder(liar):
     """Stands for election all the time and, elected, does nothing."""
 

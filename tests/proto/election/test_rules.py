@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvasir_proto.codec import encode
+from kvasir_proto.effects import Persist, Send
 from kvasir_proto.election.configuration import make_recovery
+from kvasir_proto.election.options import LAN
+from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.requests import AdoptProof, CatchUp, Recover
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import node_id_of
-from kvasir_proto.messages.election import Evidence
+from kvasir_proto.instants import milliseconds
+from kvasir_proto.messages.election import Evidence, VoteGrant, VoteRefusal, VoteRequest
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, founding_electorate, make_term_proof
 from tests.proto.election.swarm import IDS, KEYS, RECOVERY_KEY, SWARM, Swarm, settled
 
@@ -97,6 +101,72 @@ def test_fence_and_votes_survive_a_restart() -> None:
         again = swarm.nodes[number].core
         assert again is not None
         assert (again.fence, again.electorate, again.won) == before
+
+
+def asked_to_vote(swarm: Swarm, number: int, candidate: int, term: int) -> VoteGrant | VoteRefusal:
+    """What an elector answers to a candidate that a quorum was ready for in this term."""
+    node = swarm.nodes[number]
+    core = node.core
+    assert core is not None
+    electorate = core.electorate
+    wanted = ProvenTerm(electorate.epoch, term, IDS[candidate])
+    keys = [key for key in KEYS if key.public_key().public_bytes_raw() in electorate.members]
+    readiness = tuple(sign_pre_vote(key, SWARM, electorate, wanted) for key in keys[: electorate.quorum])
+    place = (electorate.epoch, term, electorate.version, electorate.digest())
+    core.receive(VoteRequest(*place, readiness), IDS[candidate], swarm._now_of(node))
+    outputs = core.drain()
+    node.disk |= {each.slot: each.data for each in outputs if isinstance(each, Persist)}
+    said = [each.message for each in outputs if isinstance(each, Send) and each.to == IDS[candidate]]
+    (answer,) = (each for each in said if isinstance(each, VoteGrant | VoteRefusal))
+    return answer
+
+
+PROMISE_MS = LAN.lease * 13 // 10 // milliseconds(1)
+"""A promise's time on the slowest clock, and a little more."""
+
+
+@pytest.mark.parametrize(
+    "forgets, wait_ms, refusal",
+    [
+        (False, 100, "behind"),
+        (False, PROMISE_MS, "behind"),
+        (True, 100, "restarted"),
+        (True, PROMISE_MS, None),
+    ],
+    ids=["at once", "after the wait", "the wait hides a vote forgotten", "and after it there are two"],
+)
+def test_an_elector_that_restarts_between_two_requests_of_a_term_votes_once(
+    forgets: bool, wait_ms: int, refusal: str | None
+) -> None:
+    """The wait after a restart hides a vote that was not stored, so the second candidate asks after it too.
+
+    In the last rows the disk is as it was before the vote, and in the end there are two: so what refuses
+    above is the vote that was stored, and nothing else.
+    """
+    swarm = grown()
+    core = swarm.nodes[0].core
+    assert core is not None
+    assert core.fence is not None
+    members, term = core.electorate.members, core.fence.term + 1
+    elector, first, second = [n for n in range(5) if KEYS[n].public_key().public_bytes_raw() in members][1:4]
+    node = swarm.nodes[elector]
+    node.is_fit = False  # it is not to vote for itself meanwhile
+    for number in range(5):
+        swarm.crash(number)
+    swarm.start(elector)
+    swarm.run(PROMISE_MS)
+    before = dict(node.disk)
+    vote = asked_to_vote(swarm, elector, first, term)
+    assert isinstance(vote, VoteGrant)
+    swarm.crash(elector)
+    if forgets:
+        node.disk = before
+    swarm.start(elector)
+    swarm.run(wait_ms)
+    answer = asked_to_vote(swarm, elector, second, term)
+    assert (answer.reason if isinstance(answer, VoteRefusal) else None) == refusal
+    if not forgets and wait_ms == PROMISE_MS:
+        assert asked_to_vote(swarm, elector, first, term) == vote, "the one it voted for gets the same vote"
 
 
 def test_a_node_with_an_anchor_believes_nothing_before_it() -> None:

@@ -11,9 +11,9 @@ import random
 import pytest
 
 from kvasir_proto.election.requests import SetCandidacy, StepDown
-from kvasir_proto.ids import node_id_of
+from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.term_proof import ElectorateRule
-from tests.proto.election.adversaries import double_voter, hoarder, liar
+from tests.proto.election.adversaries import double_voter, hoarder, liar, ready_double_voter
 from tests.proto.election.swarm import IDS, Faults, Swarm, lease_ms, settled
 
 GROWN_MS = 6000
@@ -89,6 +89,46 @@ def test_one_liar_of_four_makes_no_second_backbone(seed: int, adversary: type[li
     swarm.grows = seed != 0
     shake(swarm, random.Random(seed + 100), 6)
     assert swarm.run(30_000, until=lambda: settled(swarm)) <= lease_ms(6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_double_vote_becomes_evidence_and_its_elector_loses_its_vote(seed: int) -> None:
+    """From the record to the exclusion, by nothing but what candidates and followers see.
+
+    Of seven electors one votes for whoever asks, the backbone dies, and two others stand at once. The loser
+    holds a vote for itself whose twin is in the winner's proof. The term is void, everybody hears why, and
+    the next backbone makes an electorate without the liar.
+    """
+    swarm = grown(seed, 9, "open")
+    backbone = swarm.nodes.index(swarm.backbones()[0])
+    victim, one, other, *_ = [each for each in electors(swarm) if each != backbone]
+    swarm.corrupt(victim, ready_double_voter(swarm, victim).adversary)
+    swarm.crash(backbone)
+    for _ in range(ATTEMPTS_MAX):
+        for number in range(swarm.count):
+            swarm.command(number, SetCandidacy(is_fit=False))
+        swarm.run(lease_ms(2))  # all promises are over
+        for number in (one, other):
+            swarm.command(number, SetCandidacy(is_fit=True))
+        if swarm.run(lease_ms(1), until=lambda: bool(convictions(swarm))) < lease_ms(1):
+            break
+    assert convictions(swarm) == {IDS[victim]}, "no double vote was found out in so many elections"
+    swarm.run(1000)
+    running = [node.core for node in swarm.nodes if node.core is not None]
+    assert all(core.convicted == {IDS[victim]} for core in running), (
+        "everybody hears of it, and of nobody else"
+    )
+    swarm.start(backbone)
+    swarm.run(30_000, until=lambda: settled(swarm) and victim not in electors(swarm))
+    assert swarm.backbones()[0].node_id != IDS[victim]
+
+
+ATTEMPTS_MAX = 20
+"""Whether two candidates get as far as votes in one term is chance, about one in three."""
+
+
+def convictions(swarm: Swarm) -> set[NodeId]:
+    return {each for node in swarm.nodes if node.core is not None for each in node.core.convicted}
 
 
 def entropy_choice(seed: int, among: list[int]) -> int:
