@@ -107,6 +107,7 @@ from kvasir_proto.records import (
     Withdraw,
 )
 from kvasir_proto.signing import sign_message
+from kvasir_proto.steadiness import Steadiness
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.term_proof import Electorate, ProvenTerm, verify_term_proof
 
@@ -176,6 +177,13 @@ class ShardLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BackboneEngineDied:
+    """The engine with the trunk has ended, or would not start: nothing samples any more. See `steadiness`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HolderFailed:
     """As backbone: the connection to this holder broke, or could not be made, and it is to be asked again."""
 
@@ -200,6 +208,7 @@ NodeCommand: TypeAlias = (
     | ShardLoaded
     | ShardRefused
     | ShardLost
+    | BackboneEngineDied
     | HolderFailed
     | Quarantine
     | AdoptProof
@@ -372,6 +381,7 @@ class NodeCore:
         )
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()
+        self._steadiness = Steadiness()
         self._deadlines = (
             self._membership.next_deadline,
             self._admission.next_deadline,
@@ -380,6 +390,7 @@ class NodeCore:
             self._placement.next_deadline,
             self._offers.next_deadline,
             self._quarantine.next_end,
+            self._steadiness.next_deadline,
         )
         self._deadline: Instant | None = None
         self._is_deadline_known = False
@@ -492,6 +503,8 @@ class NodeCore:
                 self._served, self._held = None, None
                 self._forget_holding(self._node_id)
                 self._note_change(now.instant)
+            case BackboneEngineDied(reason):
+                self._note_engine_death(reason, now)
             case HolderFailed(node_id, _):
                 self._ask_again(node_id, now.instant)
                 self._note_change(now.instant)
@@ -516,6 +529,9 @@ class NodeCore:
                 core.tick(now)
         self._offers.tick(now.instant)
         if self._quarantine.let_go(now.instant):
+            self._note_change(now.instant)
+        if self._steadiness.tick(now.instant):
+            self._effects.append(Notice("backbone_engine_steady"))
             self._note_change(now.instant)
         self._settle(now)
         if self._review_at is not None and self._review_at <= now.instant and not self._has_left:
@@ -606,6 +622,13 @@ class NodeCore:
         )
 
     def _state(self) -> tuple[NodeState, str]:
+        state, reason = self._state_in_swarm()
+        if state in ("ready", "degraded") and not self._steadiness.is_steady:
+            said = [each for each in (reason, self._steadiness.reason) if each]
+            return "degraded", as_sentence("; ".join(said))
+        return state, reason
+
+    def _state_in_swarm(self) -> tuple[NodeState, str]:
         fence = self._election.fence
         if self._has_left:
             return "stopping", ""
@@ -891,16 +914,30 @@ class NodeCore:
         own_rank = own.rank if own is not None and not self._conflict else None
         position = 0
         if own_rank is not None:
-            ranks = self._live_ranks
-            if ranks is None:
-                standing = self._standing.items()
-                found = (each.rank for node_id, each in standing if self._is_live(node_id))
-                ranks = self._live_ranks = sorted(rank for rank in found if rank is not None)
-            position = bisect_left(ranks, own_rank)
+            ranks = self._ranks_alive()
+            position = bisect_left(ranks, own_rank) if self._steadiness.is_steady else len(ranks)
         candidacy = SetCandidacy(own_rank is not None, position)
         if candidacy != self._candidacy:
             self._candidacy = candidacy
             self._election.command(candidacy, now)
+
+    def _ranks_alive(self) -> list[CandidateRank]:
+        """The ranks of all candidates that live, this node among them if it is one, best first."""
+        if self._live_ranks is None:
+            found = (each.rank for node_id, each in self._standing.items() if self._is_live(node_id))
+            self._live_ranks = sorted(rank for rank in found if rank is not None)
+        return self._live_ranks
+
+    def _note_engine_death(self, reason: str, now: Now) -> None:
+        """Count it; after too many leave the lease to somebody else, if there is anybody."""
+        if not self._steadiness.note_death(reason, now.instant):
+            return
+        self._effects.append(Notice("backbone_engine_unsteady", (("reason", self._steadiness.reason),)))
+        self._review_candidacy(now)
+        others = [rank for rank in self._ranks_alive() if rank.node_id != self._node_id]
+        if others and self._election.role is not Role.FOLLOWER:
+            self._election.command(StepDown("its engine keeps dying"), now)
+        self._note_change(now.instant)
 
     def _eligible(self, electors: list[NodeId]) -> list[NodeId]:
         """Living nodes that may be electors, best first; in a pinned swarm those the founder names."""

@@ -56,6 +56,7 @@ from kvasir_proto.messages.engine import (
 from kvasir_proto.messages.local import USAGE_ERROR, EvaluateReply, EvaluateRequest, GenerateRequest
 from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import (
+    BackboneEngineDied,
     HolderFailed,
     HolderReady,
     HolderRefused,
@@ -553,6 +554,7 @@ class BackboneDuty:
     def _note_engine_failure(self, error: KvasirError) -> None:
         self._note_error(str(error))
         log.error("engine_failed", role="backbone", reason=str(error))
+        self._core.command(BackboneEngineDied(as_sentence(str(error))))
 
     async def _run_engine(self) -> NoReturn:
         """One engine's life; raises when it is over."""

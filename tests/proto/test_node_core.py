@@ -17,6 +17,7 @@ from kvasir_proto.admission import (
     sign_revocation,
 )
 from kvasir_proto.capability import seal_record
+from kvasir_proto.effects import Notice
 from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
@@ -28,6 +29,7 @@ from kvasir_proto.membership.events import Leave, Seed
 from kvasir_proto.messages.membership import Ping
 from kvasir_proto.messages.plan import PlanAccept
 from kvasir_proto.node_core import (
+    BackboneEngineDied,
     Describe,
     HolderFailed,
     HolderReady,
@@ -289,6 +291,68 @@ def test_a_stopped_node_rejoins_by_itself() -> None:
     worker.armed = -1
     swarm._later(worker, 1, lambda core: core.tick(swarm.now()))
     assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 20
+
+
+def kill_engine(swarm: SmallSwarm, node: SmallNode, times: int) -> None:
+    """The backbone engine of this node dies so often, a second apart."""
+    for _ in range(times):
+        assert node.core is not None
+        node.core.command(BackboneEngineDied("killed by signal 9"), swarm.now())
+        swarm._do(node)
+        swarm.run(seconds(1))
+
+
+def test_a_backbone_whose_engine_keeps_dying_steps_down_and_stands_behind_all_others() -> None:
+    swarm = SmallSwarm(5)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(10))
+    (first,) = backbones(swarm)
+    kill_engine(swarm, first, 2)
+    assert backbones(swarm) == [first], "an engine may die"
+    kill_engine(swarm, first, 1)
+    assert first.core is not None
+    swarm.run(seconds(10), lambda: bool(backbones(swarm)))
+    (second,) = backbones(swarm)
+    assert second is not first
+    assert [each.event for each in of_type(first, Notice)].count("backbone_engine_unsteady") == 1
+    swarm.run(seconds(20))
+    view = first.core.view()
+    assert view.state == "degraded"
+    assert "its backbone engine died 3 times within 10 min" in view.reason
+    record = second.core.record_of(first.node_id) if second.core is not None else None
+    assert record is not None
+    assert record.state == "degraded", "the others are told"
+    assert first.core._candidacy.position == 5, "behind the five that live, itself among them"
+    swarm.run(seconds(560))
+    assert first.core.view().state == "degraded"
+    swarm.run(seconds(30))
+    assert [each.event for each in of_type(first, Notice)].count("backbone_engine_steady") == 1
+    assert first.core.view().state == "ready"
+    assert first.core._candidacy.position < 5
+
+
+def test_an_unsteady_node_leads_where_there_is_nobody_else_and_is_not_deposed_twice() -> None:
+    swarm = SmallSwarm(1)
+    swarm.add(2, ranks=("output", "bulk"), has_backbone_file=False)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    founder = swarm.node(1)
+    assert founder.core is not None
+    term = founder.core.fence
+    kill_engine(swarm, founder, 5)
+    assert founder.core.fence == term, "nobody else could serve: it goes on"
+    swarm.kill(founder)
+    swarm.start(founder)
+    assert swarm.run(seconds(20), lambda: bool(backbones(swarm))) < 10
+    swarm.add(3)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    kill_engine(swarm, founder, 3)
+    swarm.run(seconds(10), lambda: bool(backbones(swarm)))
+    (third,) = backbones(swarm)
+    kill_engine(swarm, third, 3)
+    swarm.run(seconds(10), lambda: bool(backbones(swarm)))
+    (last,) = backbones(swarm)
+    kill_engine(swarm, last, 9)
+    assert backbones(swarm) == [last], "whose engines all die pass the lease round once, and no more"
 
 
 def test_a_second_process_with_this_identity_is_named_and_neither_votes_nor_stands() -> None:

@@ -222,6 +222,27 @@ async def test_engines_that_die_are_replaced_and_everything_serves_again(
             assert (await generate(backbone)).reason == "length"
 
 
+async def test_a_backbone_whose_engine_keeps_dying_leaves_the_lease_to_a_standby(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        first = await ready_nodes(world, 4)
+        for n_engines in (1, 2, 3):
+            engine, died = backbone_engine(first), trio.current_time()
+            engine.die()
+            await until(lambda engine=engine: backbone_engine(first) is not engine)  # type: ignore[misc]
+            if n_engines < 3:
+                await until(world.is_ready)
+                assert world.backbone is first, "an engine may die"
+        await until(lambda: world.backbone is not None and world.backbone is not first)
+        assert trio.current_time() - died < 10.0
+        await until(lambda: world.backbone.duty.backbone.state()[0] == "ready")  # type: ignore[union-attr]
+        state, reason = first.duty.state()
+        assert (state, "died 3 times within 10 min" in reason) == ("degraded", True)
+        await trio.sleep(700)
+        assert first.duty.state()[0] == "ready", "its engine has been well since"
+
+
 async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
