@@ -29,6 +29,7 @@ from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
+from kvasir_node.kernels.opencl_devices import choose_device, devices_seen_by_child
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
@@ -51,7 +52,7 @@ from kvasir_proto.errors import (
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Duration, Instant, WallTime
-from kvasir_proto.limits import Role
+from kvasir_proto.limits import Accumulation, Role
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
     EvaluateReply,
@@ -382,7 +383,28 @@ async def _end_late_process() -> None:
     os._exit(1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Arithmetic:
+    """What a node may say of what it computes experts with, before anything measured it."""
+
+    backend: str
+    device: str
+    accumulation: Accumulation
+
+
+def _arithmetic_of(configuration: Configuration) -> _Arithmetic:
+    """Raises `ConfigurationInvalid` for a device that is not there: before anybody hears of this node."""
+    if configuration.engine_kernel == "opencl":
+        device = choose_device(configuration.engine_kernel_device, devices_seen_by_child())
+        log.info("opencl_device_found", device=device.name, platform=device.platform, driver=device.driver)
+        return _Arithmetic("opencl", device.word, "UNKNOWN")
+    if configuration.engine_kernel == "emulated-f16":
+        return _Arithmetic("reference", platform.machine(), "F16")
+    return _Arithmetic("ggml-cpu", platform.machine(), "UNKNOWN")
+
+
 def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> NodeSettings:
+    arithmetic = _arithmetic_of(configuration)
     placement = replace(
         LAN.placement,
         workers_min=max(1, configuration.swarm_workers_min),
@@ -394,15 +416,16 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
         ranks=configuration.node_ranks,
         nominees=tuple(NodeId(each) for each in configuration.swarm_electors),
         memory_bytes=_memory_offered_bytes(),
-        device=platform.machine(),
+        device=arithmetic.device,
         holder=HolderSettings(
             data_host=configuration.listen_host,
             data_port=configuration.data_port,
             n_threads=configuration.engine_threads,
             memory_bytes=_memory_offered_bytes(),
             kernel=configuration.engine_kernel,
-            backend="reference" if configuration.engine_kernel == "emulated-f16" else "ggml-cpu",
-            accumulation="F16" if configuration.engine_kernel == "emulated-f16" else "UNKNOWN",
+            kernel_device=configuration.engine_kernel_device,
+            backend=arithmetic.backend,
+            accumulation=arithmetic.accumulation,
         ),
         backbone=BackboneSettings(
             n_ctx=configuration.engine_context_tokens,

@@ -31,6 +31,7 @@ _SHORT_FLAGS: Final = {
     "engine.threads": "--threads",
     "engine.device": "--device",
     "engine.kernel": "--kernel",
+    "engine.kernel_device": "--kernel-device",
 }
 """Flags of `run` that go without their section."""
 _NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
@@ -152,6 +153,14 @@ def _device(value: object) -> str:
     return value
 
 
+def _part_of_name(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 64:
+        raise _Refused(
+            "auto, or the number or a part of the name of a device that 'kvasir-node doctor' lists"
+        )
+    return value.strip()
+
+
 def _key(name: str, parse: Callable[[object], object], default: object, purpose: str) -> Any:
     """Declares a field as a key of the configuration."""
     return field(default=default, metadata={"name": name, "parse": parse, "purpose": purpose})
@@ -211,11 +220,17 @@ class Configuration:
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
     )
-    engine_kernel: Literal["ggml-cpu", "emulated-f16"] = _key(
+    engine_kernel: Literal["ggml-cpu", "opencl", "emulated-f16"] = _key(
         "engine.kernel",
-        _choice("ggml-cpu", "emulated-f16"),
+        _choice("ggml-cpu", "opencl", "emulated-f16"),
         "ggml-cpu",
         "what this node computes experts with; emulated-f16 adds in F16, slowly, to show what becomes of it",
+    )
+    engine_kernel_device: str = _key(
+        "engine.kernel_device",
+        _part_of_name,
+        "auto",
+        "the device of the opencl kernel: a part of its name, its number, or auto for the best there is",
     )
     engine_device: str = _key(
         "engine.device",

@@ -89,9 +89,9 @@ EndReason: TypeAlias = Literal["length", "end_of_text", "cancelled", "failed"]
 """Why a session is over."""
 Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
 """The worst precision a backend measurably adds in, in one word."""
-Kernel: TypeAlias = Literal["ggml-cpu", "emulated-f16"]
-"""What a worker engine computes experts with: ggml's CPU kernels, or numpy that adds in F16 to show what the
-swarm makes of such a node."""
+Kernel: TypeAlias = Literal["ggml-cpu", "opencl", "emulated-f16"]
+"""What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, or numpy that
+adds in F16 to show what the swarm makes of such a node."""
 Rank: TypeAlias = Literal["backbone", "output", "bulk"]
 """A place in the forward pass that a node can fill."""
 RANKS: Final[tuple[Rank, ...]] = ("backbone", "output", "bulk")

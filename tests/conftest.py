@@ -28,6 +28,12 @@ def _seeded_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trio._core._run._r", random.Random(0))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """PoCL keeps what it compiled for the life of a test run, and none of it in anybody's home."""
+    os.environ["POCL_CACHE_DIR"] = str(tmp_path_factory.mktemp("pocl"))
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No KVASIR_* variable of whoever runs the tests reaches them; no test logs as another told it to."""

@@ -33,6 +33,7 @@ from kvasir_proto.errors import DaemonUnreachable, KvasirError, NotRunning
 
 if TYPE_CHECKING:
     from kvasir_node.ggml_devices import GgmlDevice
+    from kvasir_node.kernels.opencl_devices import OpenClDevice
 
 SCHEMA_VERSION: Final = 1
 MEMORY_BYTES_MIN: Final = 1 << 30
@@ -52,6 +53,7 @@ _SIGNS_OF_HARDWARE: Final = {
 """Files that a driver makes, and the ggml backends that could use what it drives."""
 
 _GPU_GUIDE: Final = "docs/how-to/gpu.md"
+_OPENCL_GUIDE: Final = "docs/how-to/opencl.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def run_checks(session: CommandSession) -> Iterator[Check]:
         return
     yield Check("configuration", True, str(locations.config_file))
     yield _guarded("devices", lambda: _devices(configuration.engine_device))
+    yield _guarded("opencl", lambda: _opencl(configuration))
     yield _guarded("home", lambda: check_home(locations))
     yield _guarded("disk", lambda: check_disk(locations))
     daemon = _guarded("daemon", lambda: _daemon(locations))
@@ -198,6 +201,37 @@ def check_devices(
         if len(found) > len(devices):
             remedies.append(f"see {_GPU_GUIDE}")
     return Check("devices", True, "; ".join(found), "; ".join(remedies))
+
+
+def _opencl(configuration: Configuration) -> Check:
+    from kvasir_node.kernels.opencl_devices import devices_seen_by_child
+
+    is_wanted = configuration.engine_kernel == "opencl"
+    try:
+        devices = devices_seen_by_child()
+    except KvasirError as error:
+        return Check("opencl", not is_wanted, str(error), f"see {_OPENCL_GUIDE}" if is_wanted else "")
+    return check_opencl(configuration.engine_kernel_device if is_wanted else None, devices)
+
+
+def check_opencl(wanted: str | None, devices: Sequence[OpenClDevice]) -> Check:
+    """Which OpenCL devices there are, and which one computes experts; ``wanted`` is None where none is to."""
+    from kvasir_node.kernels.opencl_devices import choose_device
+
+    found = [
+        f"{each.number} {each.name} ({each.platform} {each.driver}, {each.kind})"
+        + (", computes in F16" if each.has_f16 else "")
+        for each in devices
+    ]
+    if wanted is None:
+        remedy = "to use one for experts set engine.kernel to opencl" if devices else ""
+        return Check("opencl", True, "; ".join(found) or "no device", remedy)
+    try:
+        chosen = choose_device(wanted, devices)
+    except KvasirError as error:
+        return Check("opencl", False, str(error), f"set engine.kernel_device, or see {_OPENCL_GUIDE}")
+    found[chosen.number] += ": the experts'"
+    return Check("opencl", True, "; ".join(found))
 
 
 def check_cpu(machine: str, features: frozenset[str]) -> Check:

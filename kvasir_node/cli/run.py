@@ -22,7 +22,10 @@ from kvasir_node.stop_signals import held_back
 @click.option("--ranks", help="Ranks that this node stands for, of backbone,output,bulk.")
 @click.option("--lan", is_flag=True, default=None, help="Find members on this LAN by mDNS, and be found.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
-@click.option("--kernel", help="What computes experts: ggml-cpu, or emulated-f16 to see what that does.")
+@click.option(
+    "--kernel", help="What computes experts: ggml-cpu, opencl, or emulated-f16 to see what it does."
+)
+@click.option("--kernel-device", help="OpenCL device for --kernel opencl: part of its name, or its number.")
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")
 @click.option(
     "--model",
@@ -48,6 +51,7 @@ def run(
     lan: bool | None,
     threads: int | None,
     kernel: str | None,
+    kernel_device: str | None,
     device: str | None,
     model: str | None,
     stop_on_eof: bool,
@@ -72,6 +76,7 @@ def run(
         node_ranks=ranks,
         engine_threads=threads,
         engine_kernel=kernel,
+        engine_kernel_device=kernel_device,
         engine_device=device,
         model=model,
     )

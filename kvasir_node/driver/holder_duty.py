@@ -73,6 +73,7 @@ class HolderSettings:
     n_threads: int
     memory_bytes: int
     kernel: Kernel = "ggml-cpu"
+    kernel_device: str = "auto"
     backend: str = "ggml-cpu"
     accumulation: Accumulation = "UNKNOWN"
 
@@ -420,6 +421,7 @@ class HolderDuty:
                 assignment.shard.encode(),
                 self._settings.n_threads,
                 self._settings.kernel,
+                self._settings.kernel_device,
             )
             loaded = await engine.exchange(request, LoadedByEngine, LOAD_TIMEOUT_S)
         if engine is self._engine:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.opencl import OpenClKernel
+from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.limits import Kernel
@@ -21,11 +23,15 @@ def make_kernel(
     shard: ShardSet,
     read: Callable[[str, int], bytes | bytearray | memoryview],
     threads: int = 1,
+    device: str = ANY_DEVICE,
 ) -> ExpertKernel:
     """The shard's experts in the kernel of this name. `read` gives one expert's slice of a tensor, verified.
 
-    Kernels that have no threads of their own ignore `threads`. Raises as the kernel does.
+    Kernels that have no threads of their own ignore `threads`, those that have no choice of devices `device`.
+    Raises as the kernel does.
     """
+    if name == "opencl":
+        return OpenClKernel(manifest, shard, read, device=device, threads=threads)
     if name == "emulated-f16":
         return ReferenceKernel(manifest, shard, read, Arithmetic.F16_SUMS)
     return GgmlCpuKernel(manifest, shard, read, threads=threads)

@@ -139,7 +139,9 @@ class WorkerEngine:
             manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
             shard = ShardSet.decode(message.shard)
             with ExpertSource(Path(message.source_path), manifest) as source:
-                kernel = make_kernel(message.kernel, manifest, shard, source.read, message.threads)
+                kernel = make_kernel(
+                    message.kernel, manifest, shard, source.read, message.threads, message.kernel_device
+                )
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
             self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return

@@ -146,7 +146,8 @@ class EngineStatistics:
 class LoadShard:
     """Load exactly these experts from the model file, each checked against the model manifest.
 
-    `kernel` is what is to compute them.
+    `kernel` is what is to compute them, `kernel_device` on which device where the kernel has a choice: `auto`,
+    or what `engine.kernel_device` may say.
     """
 
     kind: ClassVar[str] = "load_shard"
@@ -156,6 +157,7 @@ class LoadShard:
     shard: ShardBytes
     threads: ThreadCount
     kernel: Kernel = "ggml-cpu"
+    kernel_device: Word = "auto"
 
 
 @dataclass(frozen=True, slots=True)
