@@ -18,10 +18,11 @@ SIM_JOBS ?= 2
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup demo test sim fuzz lint type bench shapes failure-matrix clean
+.PHONY: help setup backends demo test sim fuzz lint type bench shapes failure-matrix clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
+	@echo 'make backends  install what further backends need, where that can be had, and say what cannot'
 	@echo 'make demo    run a swarm on this machine with the model that ships with it'
 	@echo 'make test    run the tests'
 	@echo 'make sim     run 198 whole swarms on made-up time, with every fault'
@@ -34,6 +35,10 @@ help:
 	@echo 'make clean   remove .venv and everything that was built'
 
 setup: $(NATIVE)
+
+# Optional for everything else: what is missing is said, and its tests skip with a reason.
+backends: $(NATIVE)
+	@PYTHON=$(BIN)/python deploy/backends
 
 demo: $(NATIVE)
 	@$(BIN)/kvasir-node demo $(ARGS)

@@ -25,11 +25,18 @@ from kvasir_node.kernels.expert_functions import unary
 from kvasir_node.kernels.opencl_activations import FORMATS, require_ggmls_rounding
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.kernels.opencl_queue import Buffer, OpenClQueue
-from kvasir_node.kernels.opencl_steps import FittedProgram, HeldTensor, Numbers, StepRunner, tables_of
+from kvasir_node.kernels.opencl_steps import (
+    TILE,
+    FittedProgram,
+    HeldTensor,
+    Numbers,
+    StepRunner,
+    tables_of,
+)
 from kvasir_node.kernels.value_registers import assign_registers
 from kvasir_proto.errors import EngineFailed, KvasirError, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, ShardSet
-from kvasir_proto.program import ExpertProgram, UnaryKind
+from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp, UnaryKind
 
 PROGRAMS_MAX: Final = 256
 PAIRS_MAX: Final = 65536
@@ -110,6 +117,7 @@ class OpenClKernel:
             queue.finish()
         self._queue = queue
         self.device_name = queue.device.name
+        self._prepare_products()
 
     @property
     def memory_bytes(self) -> int:
@@ -127,10 +135,11 @@ class OpenClKernel:
         misfit: RemoteProtocolError | None = None
         for layer in self._layers.values():
             try:
-                layer.fit(program)
+                fitted = layer.fit(program)
             except RemoteProtocolError as error:
                 misfit = misfit or error
             else:
+                self._prepare(fitted)
                 self._programs.append(program)
                 return len(self._programs) - 1
         raise misfit or RemoteProtocolError("no layer is held that the program could fit", "program_unfit")
@@ -191,6 +200,25 @@ class OpenClKernel:
             with contextlib.suppress(KvasirError), queue.failing("failed"):
                 queue.finish()
             raise
+
+    def _prepare_products(self) -> None:
+        """Have the device's compiler make the products that this shard needs, while nobody waits for rows."""
+        prepared: set[str] = set()
+        for layer in self._layers.values():
+            for suffix, held in layer.tensors.items():
+                if len(held.tensor.shape) == 3 and held.tensor.type.name not in prepared:
+                    prepared.add(held.tensor.type.name)
+                    step = ProgramStep(StepOp.EXPERT_MATMUL, 0, tensor=suffix)
+                    self._prepare(layer.fit(ExpertProgram((step,), input_per_slot=False)))
+
+    def _prepare(self, fitted: FittedProgram) -> None:
+        """Run a program on nothing, in both kinds of tiles: devices compile a kernel when it first runs."""
+        for n_pairs in (1, TILE):
+            x = np.zeros((1, fitted.widths[0]), np.float32)
+            out = np.empty((n_pairs, fitted.widths[-1]), np.float32)
+            nothing = np.zeros(n_pairs, np.int32)
+            with self._lock, self._working() as queue:
+                queue.read(self._runner.run(fitted, x, tables_of(nothing, nothing, 1)), out)
 
     def _fitted(self, layer: int, program_index: int) -> tuple[_Layer, FittedProgram]:
         """What a call is about. Raises `RemoteProtocolError` as `compute` does."""

@@ -146,8 +146,8 @@ class EngineStatistics:
 class LoadShard:
     """Load exactly these experts from the model file, each checked against the model manifest.
 
-    `kernel` is what is to compute them, `kernel_device` on which device where the kernel has a choice: `auto`,
-    or what `engine.kernel_device` may say.
+    `kernel` is what is to compute them, `kernel_device` on which device where it has a choice: what
+    `engine.kernel_device` may say.
     """
 
     kind: ClassVar[str] = "load_shard"

@@ -178,6 +178,7 @@ class Model:
                 for expert in range(each.shape[-1])
             }
         self.type_name = tensors[0].type.name
+        self._kernels: dict[tuple[str, Accumulator], OpenClKernel] = {}
 
     def read(self, name: str, expert: int) -> bytes:
         return self._bytes[name, expert]
@@ -189,9 +190,12 @@ class Model:
         return ReferenceKernel(self.manifest, self.manifest.whole_shard(), self.read, arithmetic)
 
     def opencl(self, device: str, accumulator: Accumulator = Accumulator.F32) -> OpenClKernel:
-        return OpenClKernel(
-            self.manifest, self.manifest.whole_shard(), self.read, device=device, accumulator=accumulator
-        )
+        """One kernel for all tests, since each compiles anew."""
+        if (device, accumulator) not in self._kernels:
+            self._kernels[device, accumulator] = OpenClKernel(
+                self.manifest, self.manifest.whole_shard(), self.read, device=device, accumulator=accumulator
+            )
+        return self._kernels[device, accumulator]
 
     @property
     def gate(self) -> float:
@@ -494,6 +498,16 @@ def test_every_pair_is_in_one_tile_of_its_expert(n_pairs: int) -> None:
 
 # ---- Requests and shards ----
 
+
+@pytest.fixture(scope="module")
+def part(odd: Bench, device: str) -> Iterator[OpenClKernel]:
+    """Two experts of each layer, and SWIGLU as program 0."""
+    part = opencl(odd, device, [1, 2])
+    assert part.add_program(SWIGLU) == 0
+    yield part
+    part.close()
+
+
 X = np.ones((2, 19), np.float32)
 
 
@@ -516,16 +530,12 @@ X = np.ones((2, 19), np.float32)
     ],
 )
 def test_requests_are_checked_before_anything_is_computed(
-    odd: Bench, device: str, layer: int, program: int, rows: list[int], experts: list[int], code: str
+    part: OpenClKernel, layer: int, program: int, rows: list[int], experts: list[int], code: str
 ) -> None:
-    kernel = opencl(odd, device, [1, 2])
-    number = kernel.add_program(SWIGLU)
-    assert number == 0
     with pytest.raises(RemoteProtocolError) as raised:
-        compute(kernel, program, X, rows, experts, layer=layer, width_out=21)
+        compute(part, program, X, rows, experts, layer=layer, width_out=21)
     assert raised.value.code == code
-    assert np.isfinite(compute(kernel, number, X, [0, 1], [1, 2])).all()  # and it goes on serving
-    kernel.close()
+    assert np.isfinite(compute(part, 0, X, [0, 1], [1, 2])).all()  # and it goes on serving
 
 
 def test_programs_are_numbered_once_and_bounded(odd: Bench, device: str) -> None:
@@ -649,19 +659,18 @@ class Trouble:
 )
 @pytest.mark.parametrize("kind", ["RuntimeError", "MemoryError", "LogicError"])
 def test_a_device_in_trouble_fails_the_call_and_not_the_process(
-    odd: Bench, device: str, method: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    part: OpenClKernel, method: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cl: Any = pytest.importorskip("pyopencl")
-    kernel = opencl(odd, device, [1, 2])
-    number = kernel.add_program(SWIGLU)
-    fitting = compute(kernel, number, X, [0, 1], [1, 2]) if method != "allocate" else None
+    rows, experts = [0, 1] * 10, [1, 2] * 10
+    expected = compute(part, 0, X, rows, experts)
     error = getattr(cl, kind)(f"{method} failed: DEVICE_NOT_AVAILABLE")
     with monkeypatch.context() as patch:
-        patch.setattr(kernel._queue, method, Trouble(error, after, getattr(kernel._queue, method)))
+        patch.setattr(part._runner, "_scratch", Scratch(part._opened()))  # memory is taken anew
+        patch.setattr(part._queue, method, Trouble(error, after, getattr(part._queue, method)))
         with pytest.raises(EngineFailed, match=f"OpenCL device .* failed: {method} failed"):
-            compute(kernel, number, X, [0, 1], [1, 2])
-    again = compute(kernel, number, X, [0, 1], [1, 2])
-    assert fitting is None or (again == fitting).all()
+            compute(part, 0, X, rows, experts)
+    assert (compute(part, 0, X, rows, experts) == expected).all()
 
 
 def test_a_compiler_that_refuses_our_kernels_is_told(
@@ -671,9 +680,8 @@ def test_a_compiler_that_refuses_our_kernels_is_told(
         (tmp_path / each.name).write_text(each.read_text())
     (tmp_path / "products.cl").write_text("this is no program\n")
     monkeypatch.setattr(opencl_queue, "SOURCES", tmp_path)
-    kernel = opencl(odd, device)
     with pytest.raises(EngineFailed, match=r"cannot build products\.cl"):
-        compute(kernel, kernel.add_program(SWIGLU), X, [0, 1], [1, 2])
+        opencl(odd, device)
 
 
 def test_without_pyopencl_there_is_a_sentence(odd: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
