@@ -1,8 +1,8 @@
 """`python -m tests.opencl_figures`: the OpenCL kernel beside ggml's, as a table.
 
-At the published shape (rows of 3072, experts of 1024, 8 of them), for each type of weights and each accumulator:
-relative L2 against ggml's CPU kernel, pooled over all rows, and the best time of a call. Nothing else should
-run meanwhile if the times are to mean anything.
+At the published shape (rows of 3072, experts of 1024, 8 of them), for each type of weights and each
+accumulator: relative L2 against ggml's CPU kernel, pooled over all rows, and the best time of a call. Nothing
+else should run meanwhile if the times are to mean anything.
 """
 
 from __future__ import annotations
