@@ -25,7 +25,7 @@ help:
 	@echo 'make backends  install what further backends need, where that can be had, and say what cannot'
 	@echo 'make demo    run a swarm on this machine with the model that ships with it'
 	@echo 'make test    run the tests'
-	@echo 'make sim     run 198 whole swarms on made-up time, with every fault'
+	@echo 'make sim     run 200 whole swarms on made-up time, with every fault'
 	@echo 'make fuzz    feed noise to what reads strangers'"'"' bytes, for SECONDS=60'
 	@echo 'make lint    check style and formatting'
 	@echo 'make type    check types'
@@ -47,7 +47,7 @@ test: $(NATIVE)
 	@$(BIN)/python -m pytest $(ARGS)
 
 sim: $(NATIVE)
-	@$(BIN)/kvasir-node sim --nodes $(SIM_NODES) --seconds 120 --seeds 1..198 --faults all --jobs $(SIM_JOBS) $(ARGS)
+	@$(BIN)/kvasir-node sim --nodes $(SIM_NODES) --seconds 120 --seeds 1..200 --faults all --jobs $(SIM_JOBS) $(ARGS)
 
 # Findings and the inputs that were worth keeping lie in .fuzz; a later run goes on from there.
 fuzz: $(FUZZ)

@@ -194,6 +194,14 @@ def seal_record(private_key: Ed25519PrivateKey, swarm_digest: SwarmDigest, said:
     return data
 
 
+def check_draft(record: CapabilityRecord) -> None:
+    """Raises `LocalProtocolError` for what others would refuse, but for its size, number and times."""
+    encode(record)
+    contradiction = _contradiction_in(record)
+    if contradiction:
+        raise LocalProtocolError(f"the capability record contradicts itself: {contradiction}")
+
+
 def open_record(data: bytes, swarm_digest: SwarmDigest, now: WallTime) -> CapabilityRecord:
     """The record in an encoded `Signed`, if the node it describes signed it and it has not expired.
 

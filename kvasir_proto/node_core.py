@@ -55,7 +55,7 @@ from kvasir_proto.election.states import Role
 from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Duration, Instant, after, between, milliseconds
+from kvasir_proto.instants import Duration, Instant, after, between, milliseconds, sooner
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
@@ -383,7 +383,6 @@ class NodeCore:
         self._quarantine = QuarantineTable()
         self._steadiness = Steadiness()
         self._deadlines = (
-            self._membership.next_deadline,
             self._admission.next_deadline,
             self._book.next_deadline,
             self._election.next_deadline,
@@ -393,6 +392,7 @@ class NodeCore:
             self._steadiness.next_deadline,
         )
         self._deadline: Instant | None = None
+        """When anybody but membership has something to do, if that is known."""
         self._is_deadline_known = False
         self._effects: list[Effect | NodeEvent] = []
         self._standing: dict[NodeId, _Standing] = {}
@@ -541,15 +541,14 @@ class NodeCore:
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next."""
-        if self._is_deadline_known:
-            return self._deadline
-        deadline = self._review_at
-        for deadline_of in self._deadlines:
-            due = deadline_of()
-            if due is not None and (deadline is None or due < deadline):
-                deadline = due
-        self._deadline, self._is_deadline_known = deadline, True
-        return deadline
+        if not self._is_deadline_known:
+            deadline = self._review_at
+            for deadline_of in self._deadlines:
+                due = deadline_of()
+                if due is not None and (deadline is None or due < deadline):
+                    deadline = due
+            self._deadline, self._is_deadline_known = deadline, True
+        return sooner(self._membership.next_deadline(), self._deadline)
 
     def drain(self) -> list[Effect | NodeEvent]:
         """What is to be done and told, in order, each once."""
@@ -699,7 +698,6 @@ class NodeCore:
 
     def _settle_membership(self, now: Now) -> None:
         """As `_settle`, where nobody but membership was asked: mostly it only has something to send."""
-        self._is_deadline_known = False
         output = self._membership.drain()
         self._effects += output
         news = [each for each in output if type(each) is not Send]
@@ -794,6 +792,10 @@ class NodeCore:
 
     def _hear_of_record(self, event: RecordChanged, now: Now) -> None:
         before = self._standing.get(event.node_id)
+        if before is not None and event.record is not None and _says_the_same(before.record, event.record):
+            before.record = event.record
+            self._tell_membership(event.node_id, event.record, event.digest, now)
+            return
         if event.record is None:
             self._standing.pop(event.node_id, None)
             if before is not None:
@@ -804,6 +806,8 @@ class NodeCore:
             if before is None:
                 standing = self._standing[event.node_id] = _Standing(event.record, rank)
                 self._forget_ranking(standing)
+                # What it may have answered before was kept nowhere, since it was unknown what it is.
+                self._ask_again(event.node_id, now.instant)
             else:
                 if _ranking(before.record) != _ranking(event.record) or before.rank != rank:
                     self._live_ranks = self._live_standing = None
@@ -813,12 +817,14 @@ class NodeCore:
                 if event.record.held is None and len(before.holding) and event.node_id != self._node_id:
                     # It started again before anybody missed it: what it served is gone.
                     self._ask_again(event.node_id, now.instant)
-            if event.node_id == self._node_id:
-                self._membership.command(AnnounceRecord(event.record.sequence, event.digest), now)
-            else:
-                note = NoteRecord(event.node_id, event.record.sequence, event.digest)
-                self._membership.command(note, now)
+            self._tell_membership(event.node_id, event.record, event.digest, now)
         self._note_change(now.instant)
+
+    def _tell_membership(self, node_id: NodeId, record: CapabilityRecord, digest: bytes, now: Now) -> None:
+        if node_id == self._node_id:
+            self._membership.command(AnnounceRecord(record.sequence, digest), now)
+        else:
+            self._membership.command(NoteRecord(node_id, record.sequence, digest), now)
 
     def _forget_ranking(self, standing: _Standing) -> None:
         """Somebody with this record came, changed or went: who stands is to be counted anew, if it did."""
@@ -885,7 +891,10 @@ class NodeCore:
     def _describe_itself(self, now: Now) -> None:
         """Say what this node is now, if that is not what it said last."""
         state, reason = self._state()
-        said = (self._capability, self._held, state, reason, self._admission.credential)
+        fence = self._election.fence
+        is_backbone = fence is not None and fence.backbone == self._node_id
+        state_matters = is_backbone or state in ("stopping", "conflicted")
+        said = (self._capability, self._held, state, reason, state_matters, self._admission.credential)
         if said == self._said:
             return
         record = replace(
@@ -895,7 +904,7 @@ class NodeCore:
             reason=reason,
             credential=self._admission.credential,
         )
-        self._book.command(PublishOwn(record), now)
+        self._book.command(PublishOwn(record, state_matters), now)
         self._said = said
 
     def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:
@@ -1192,6 +1201,11 @@ def _coarse_rtt(rtt: Duration | None) -> int | None:
     if rtt is None:
         return None
     return 0 if rtt < RTT_IGNORED else 1 << (rtt - 1).bit_length()
+
+
+def _says_the_same(before: CapabilityRecord, now: CapabilityRecord) -> bool:
+    """Whether a record was only said again, as each is from time to time."""
+    return replace(before, sequence=now.sequence, expires=now.expires) == now
 
 
 def _ranking(record: CapabilityRecord) -> tuple[bool, CandidateRank]:

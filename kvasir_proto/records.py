@@ -25,6 +25,7 @@ from kvasir_proto.capability import (
     CapabilityRecord,
     OpenedRecord,
     Withdrawal,
+    check_draft,
     has_expired,
     judge_times,
     open_sealed,
@@ -69,6 +70,10 @@ class RecordOptions:
     change_delay_per_member: Duration
     """A change goes out after U(1/2, 1) * (min + n * this), and changes meanwhile with it: a plan that
     changes every record at once makes at most 2 / this a second."""
+    quiet_delay_per_member: Duration
+    """After n * this a change goes out that nobody acts on: which plan gave a node what it holds, or what it
+    calls its state. All members have those at once, each time that a plan moves an expert or a backbone
+    changes: they make 1 / this a second at most."""
     persist_interval: Duration
     """How long the numbers of others that are gone may wait for the disk; ours never do."""
     fetch_delay: Duration
@@ -85,6 +90,7 @@ LAN: Final = RecordOptions(
     lifetime_min=seconds(600),
     change_delay_min=milliseconds(200),
     change_delay_per_member=milliseconds(10),
+    quiet_delay_per_member=milliseconds(400),
     persist_interval=seconds(5),
     fetch_delay=milliseconds(100),
     fetch_timeout=seconds(1),
@@ -108,10 +114,12 @@ WAN: Final = replace(
 class PublishOwn:
     """Say this of ourselves, now and until told otherwise. The book numbers it and sets when it expires.
 
+    `state_matters` where others act on the state this node is in; otherwise a change of that can wait.
     After `Withdraw` this is the explicit way back: nothing else makes the node say anything again.
     """
 
     record: CapabilityRecord
+    state_matters: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,20 @@ class _Wanted:
     deadline: Instant
 
 
+def _has_changed_quietly(before: CapabilityRecord, now: CapabilityRecord) -> bool:
+    """Whether all that changed is which plan gave the node what it holds, and how it calls its own state."""
+    old, new = before.held, now.held
+    is_same_shard = old is new or (
+        old is not None
+        and new is not None
+        and new.ranges is not None
+        and (old.n_pairs, old.ranges) == (new.n_pairs, new.ranges)
+    )
+    if not is_same_shard:
+        return False
+    return replace(before, held=new, state=now.state, reason=now.reason) == now
+
+
 class RecordBook:
     """Every node's newest record, by the rules above. Five verbs, and questions that change nothing."""
 
@@ -271,6 +293,10 @@ class RecordBook:
         self._own_sequence = kept.own_sequence
         self._own_expires = kept.own_expires
         self._draft: CapabilityRecord | None = None
+        self._said: CapabilityRecord | None = None
+        """The draft of the record that went out last; None where it has to be said again whatever it says."""
+        self._is_quiet = False
+        self._said_at = self._refresh_at = now.instant
         self._publish_at: Instant | None = None
         self._persist_at: Instant | None = None
         self._ask_at: Instant | None = None
@@ -350,8 +376,8 @@ class RecordBook:
         """Do as asked. Raises `LocalProtocolError` for a record not ours, or that nobody would believe."""
         self._now = now
         match request:
-            case PublishOwn(record):
-                self._publish_own(record)
+            case PublishOwn(record, state_matters):
+                self._publish_own(record, is_quiet=not state_matters)
             case Withdraw():
                 self._withdraw()
             case Fetch(node_id, digest, from_node):
@@ -364,7 +390,7 @@ class RecordBook:
         self._now = now
         self._expire()
         if self._publish_at is not None and self._publish_at <= now.instant:
-            self._say()
+            self._say_what_is_due()
         if self._persist_at is not None and self._persist_at <= now.instant:
             self._persist()
         for digest in sorted(each for each, wanted in self._wanted.items() if wanted.deadline <= now.instant):
@@ -510,19 +536,38 @@ class RecordBook:
 
     # -- what we say ---------------------------------------------------------------------------------
 
-    def _publish_own(self, record: CapabilityRecord) -> None:
+    def _publish_own(self, record: CapabilityRecord, *, is_quiet: bool) -> None:
         if record.node_id != self._node_id:
             raise LocalProtocolError("a node says nothing of others")
         draft = replace(record, sequence=0, expires=0)
+        matters_now = self._is_quiet and not is_quiet
+        self._is_quiet = is_quiet
         if draft == self._draft:
+            if matters_now and draft != self._said:
+                self._say_soon()
             return
-        seal_record(self._private_key, self._swarm, draft)
-        first = self._draft is None
+        check_draft(draft)
+        is_first = self._draft is None
         self._draft = draft
-        if first:
+        if is_first:
             self._say()
         else:
             self._say_soon()
+
+    def _say_what_is_due(self) -> None:
+        """Say what we are, unless it is what we said last, or as good as: then that is said again later."""
+        assert self._draft is not None
+        said, now = self._said, self._now.instant
+        due = now
+        if said == self._draft:
+            due = self._refresh_at
+        elif said is not None and self._is_quiet and _has_changed_quietly(said, self._draft):
+            wait = Duration(len(self._heads) * self._options.quiet_delay_per_member)
+            due = min(self._refresh_at, after(self._said_at, wait))
+        if due > now:
+            self._publish_at = due
+        else:
+            self._say()
 
     def _say_soon(self) -> None:
         options = self._options
@@ -549,9 +594,11 @@ class RecordBook:
         self._persist()
         self._effects.append(Publish("records", opened.data))
         interval = self.refresh_interval
-        self._publish_at = after(
+        self._said, self._said_at = self._draft, self._now.instant
+        self._refresh_at = after(
             self._now.instant, Duration(interval - self._entropy.randrange(interval // 10 + 1))
         )
+        self._publish_at = self._refresh_at
 
     def _withdraw(self) -> None:
         self._draft, self._publish_at = None, None
@@ -579,6 +626,7 @@ class RecordBook:
         if self._draft is not None:
             # We say ours again above it, at the pace of changes and no faster: twins do not race.
             self._effects.append(IdentityContested(self._node_id, said.sequence, opened.data))
+            self._said = None
             self._say_soon()
         return Outcome("stale", "", self._node_id)
 

@@ -9,6 +9,7 @@ signer may say what it says is decided by the caller.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import ClassVar, Final, Generic, NamedTuple
 
@@ -41,6 +42,11 @@ class Signed:
 
 SIGNED: Final = Family("signed", (Signed,), SIGNED_SIZE_MAX)
 
+_GOOD_MAX: Final = 4096
+_good: dict[bytes, None] = {}
+"""Signatures that were found good, by a digest of them and all they cover: each is checked once, however
+often a proof or a record comes by. Bad ones are not remembered: nobody fills it with what it did not sign."""
+
 
 class Opened(NamedTuple, Generic[MessageT]):
     """A message whose signature is good, and who signed it."""
@@ -72,12 +78,18 @@ def verify(signed: Signed, kind: str, swarm_digest: SwarmDigest) -> bytes:
     """
     if signed.payload_kind != kind:
         raise RemoteProtocolError(f"signed as something else than {kind}", "wrong_kind")
+    covered = signed_bytes(kind, swarm_digest, signed.payload)
+    # Key and signature have one length each, so that nothing else gives the same bytes.
+    seen = hashlib.sha256(signed.signer + signed.signature + covered).digest()
+    if seen in _good:
+        return signed.payload
     try:
-        Ed25519PublicKey.from_public_bytes(signed.signer).verify(
-            signed.signature, signed_bytes(kind, swarm_digest, signed.payload)
-        )
+        Ed25519PublicKey.from_public_bytes(signed.signer).verify(signed.signature, covered)
     except (InvalidSignature, ValueError):
         raise RemoteProtocolError(f"the signature of this {kind} is not good", "bad_signature") from None
+    if len(_good) >= _GOOD_MAX:
+        del _good[next(iter(_good))]
+    _good[seen] = None
     return signed.payload
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -112,6 +113,7 @@ class TermProof:
 VOTE: Final = Family("vote", (Vote,), 4096)
 ENDORSEMENT: Final = Family("endorsement", (Endorsement,), 4096)
 TERM_PROOF: Final = Family("term proof", (TermProof,), PROOF_SIZE_MAX)
+_DECODED_MAX: Final = 64
 
 
 class ProvenTerm(NamedTuple):
@@ -182,15 +184,28 @@ def verify_term_proof(
     vote for something else), `not_an_elector`, `voted_twice`, `no_quorum`. One bad vote spoils the proof: an
     honest backbone does not send any.
     """
-    proof = decode(data, TERM_PROOF)
+    proof = decode_term_proof(data)
     if proof.electorate != electorate:
         raise RemoteProtocolError("the term proof is for an electorate we do not know", "unknown_electorate")
-    term = ProvenTerm(proof.epoch, proof.term, proof.backbone)
-    voters = verify_votes(proof.votes, swarm_digest, electorate, term)
+    term, voters = _voters(data, swarm_digest)
     counted = len(voters - not_counted)
     if counted < electorate.quorum:
         raise RemoteProtocolError(f"{counted} votes of the {electorate.quorum} that are needed", "no_quorum")
     return term
+
+
+@lru_cache(maxsize=_DECODED_MAX)
+def decode_term_proof(data: bytes) -> TermProof:
+    """What a proof says, unchecked. Remembered: the proof of a term comes by with every plan and message."""
+    return decode(data, TERM_PROOF)
+
+
+@lru_cache(maxsize=_DECODED_MAX)
+def _voters(data: bytes, swarm_digest: SwarmDigest) -> tuple[ProvenTerm, frozenset[bytes]]:
+    """What a proof is of, and who voted for it, under the electorate that it names itself."""
+    proof = decode_term_proof(data)
+    term = ProvenTerm(proof.epoch, proof.term, proof.backbone)
+    return term, frozenset(verify_votes(proof.votes, swarm_digest, proof.electorate, term))
 
 
 def verify_votes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import re
 import time
@@ -136,14 +135,16 @@ def _run_task(task: tuple[Any, str]) -> dict[str, Any]:
 
 def _run_many(every: list[Any], faults: str, results: Path | None, jobs: int) -> dict[str, Any]:
     """Run those that the results file does not have yet, in order; all of them, summed up."""
-    done = {} if results is None else _known_results(results)
-    wanted = {replay: options for options in every if (replay := _replay(options, faults)) not in done}
-    documents = [done[replay] for options in every if (replay := _replay(options, faults)) in done]
+    from kvasir_node.sim.results import ResultsFile
+
+    kept = None if results is None else ResultsFile(results, every[0], faults)
+    done = {} if kept is None else kept.done
+    documents = [done[options.seed] for options in every if options.seed in done]
+    tasks = [(options, faults) for options in every if options.seed not in done]
     if documents:
         note(f"{len(documents)} of {len(every)} runs are in {results} already")
     with contextlib.ExitStack() as stack:
-        file = None if results is None else stack.enter_context(results.open("a", encoding="utf-8"))
-        tasks = [(options, faults) for options in wanted.values()]
+        file = None if kept is None else stack.enter_context(kept.open())
         if jobs == 1:
             finished: Iterator[dict[str, Any]] = map(_run_task, tasks)
         else:
@@ -151,34 +152,13 @@ def _run_many(every: list[Any], faults: str, results: Path | None, jobs: int) ->
             finished = pool.imap(_run_task, tasks)
         for number, document in enumerate(finished, 1):
             documents.append(document)
-            if file is not None:
-                file.write(json.dumps(document) + "\n")
-                file.flush()
+            if kept is not None and file is not None:
+                kept.write(file, document)
             if _status(document):
                 note(f"seed {document['seed']} failed: {_what_failed(document)}\n  {document['replay']}")
             elif number % 20 == 0:
                 note(f"{number} of {len(tasks)} runs")
     return _summary(documents)
-
-
-def _replay(options: Any, faults: str) -> str:
-    from kvasir_node.sim.report import replay_command
-
-    return replay_command(options, faults)
-
-
-def _known_results(results: Path) -> dict[str, dict[str, Any]]:
-    """What a results file has, by replay command. Raises `UsageError` for a file that is something else."""
-    known: dict[str, dict[str, Any]] = {}
-    if not results.exists():
-        return known
-    for number, line in enumerate(results.read_text("utf-8").splitlines(), 1):
-        try:
-            document = json.loads(line)
-            known[document["replay"]] = document
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"line {number} of {results} is no result of a run") from None
-    return known
 
 
 def _summary(documents: list[dict[str, Any]]) -> dict[str, Any]:

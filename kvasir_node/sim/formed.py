@@ -13,11 +13,9 @@ from typing import Any, Final
 
 from kvasir_node.sim.swarm import SimNode, Swarm, SwarmOptions
 from kvasir_proto.effects import Publish, Slot
-from kvasir_proto.ids import NodeId
-from kvasir_proto.instants import Instant, seconds
+from kvasir_proto.instants import Duration, Instant, after, seconds
 from kvasir_proto.membership.states import Claim
 from kvasir_proto.membership.table import NOBODY, Entry
-from kvasir_proto.membership.view import pair_weight, ring_position
 from kvasir_proto.node_core import NodeCore
 
 FOUNDERS: Final = 12
@@ -74,7 +72,7 @@ def _tell_of_members(subjects: Sequence[NodeCore], observers: Sequence[NodeCore]
     for core in observers:
         membership: Any = core._membership
         table, view, own = membership._table, membership._view, core.node_id
-        _watch_all(view, [node_id for node_id, _ in claims if table.get(node_id) is None])
+        view.add_all(node_id for node_id, _ in claims if table.get(node_id) is None)
         for node_id, claim in claims:
             entry = table.get(node_id)
             if entry is None:
@@ -86,15 +84,6 @@ def _tell_of_members(subjects: Sequence[NodeCore], observers: Sequence[NodeCore]
         membership._recount()
         for key in list(membership._broadcasts._level_of):
             membership._broadcasts.discard(key)
-
-
-def _watch_all(view: Any, node_ids: Sequence[NodeId]) -> None:
-    """As `View.add` for each of them, at the cost of one sort."""
-    own = view._position
-    view._ring = sorted([*view._ring, *((ring_position(each), each) for each in node_ids)])
-    weights = ((pair_weight(own, ring_position(each)), each) for each in node_ids)
-    view._weights = sorted([*view._weights, *weights])
-    view._stale = True
 
 
 def _tell_of_records(cores: Sequence[NodeCore]) -> None:
@@ -110,3 +99,6 @@ def _tell_of_records(cores: Sequence[NodeCore]) -> None:
         book._by_digest = dict(digests)
         core._live_ranks = core._live_standing = None
         core._standing = {node_id: type(each)(each.record, each.rank) for node_id, each in standing.items()}
+        # They did not all begin at one moment, so their records are not due at one either.
+        book._refresh_at = after(book._now.instant, Duration(book._entropy.randrange(book.refresh_interval)))
+        book._publish_at = book._refresh_at

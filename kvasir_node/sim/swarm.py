@@ -15,6 +15,7 @@ import heapq
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from random import Random
 from typing import Any, Final, Protocol, TextIO
 
@@ -34,6 +35,10 @@ from kvasir_proto.messages import Family, Message
 _FSYNC_MIN: Final = milliseconds(1)
 _FSYNC_MAX: Final = milliseconds(8)
 _FSYNC_SLOW_MAX: Final = milliseconds(400)
+
+_DECODED_MAX: Final = 1024
+"""Messages that are remembered by their bytes: what is said to many, or comes twice, is decoded once. They
+are frozen, and decoding is a function of the bytes alone."""
 
 HELD_MAX: Final = 512
 """Messages that wait for a paused process in its sockets' buffers; what is over is lost."""
@@ -261,6 +266,7 @@ class Swarm:
         self._disk = self.randomness("disk")
         self._bytes_random = self.randomness("bytes")
         self._last_encoded: tuple[Message | None, bytes] = (None, b"")
+        self._decode = lru_cache(maxsize=_DECODED_MAX)(partial(decode, family=kit.family))
 
     def randomness(self, what: str) -> Random:
         """A source of its own for each use, so that one more draw here changes nothing there."""
@@ -581,7 +587,7 @@ class Swarm:
         if corrupted:
             data = self._flip_bytes(data)
         try:
-            message = decode(data, self.kit.family)
+            message = self._decode(data)
         except RemoteProtocolError as error:
             sender.charges += 1
             self.refused_by_codec += 1

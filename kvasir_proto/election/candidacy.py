@@ -17,10 +17,10 @@ from kvasir_proto.instants import Duration
 from kvasir_proto.messages.election import PreVoteRequest, VoteGrant, VoteRequest
 from kvasir_proto.signing import SIGNED, Signed
 from kvasir_proto.term_proof import (
-    TERM_PROOF,
     Electorate,
     ProvenTerm,
     Vote,
+    decode_term_proof,
     make_term_proof,
     verify_term_proof,
     verify_votes,
@@ -129,7 +129,7 @@ class Candidacy:
             return
         try:
             require_successor(proposal.electorate, self.electorate)
-            if decode(proof, TERM_PROOF).electorate != self.electorate:
+            if decode_term_proof(proof).electorate != self.electorate:
                 raise RemoteProtocolError("proved under another electorate", "unknown_electorate")
             term = verify_term_proof(proof, self._swarm_digest, self.electorate)
             _, signer = open_proposal(data, self._swarm_digest)

@@ -68,10 +68,10 @@ from kvasir_proto.messages.election import (
     VoteRequest,
 )
 from kvasir_proto.term_proof import (
-    TERM_PROOF,
     Electorate,
     ElectorateRule,
     ProvenTerm,
+    decode_term_proof,
     founding_electorate,
 )
 
@@ -746,7 +746,7 @@ class ElectionCore:
         It is not when an electorate turns up that an earlier backbone committed and no voter knew of: then
         there must be another election, under that one.
         """
-        return decode(self._knowledge.proof, TERM_PROOF).electorate == self._knowledge.newest
+        return decode_term_proof(self._knowledge.proof).electorate == self._knowledge.newest
 
     # --- small things ---------------------------------------------------------------------------------------
 

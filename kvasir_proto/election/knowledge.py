@@ -31,9 +31,9 @@ from kvasir_proto.messages.election import (
 from kvasir_proto.signing import SIGNED, Signed
 from kvasir_proto.term_proof import (
     NO_PREDECESSOR,
-    TERM_PROOF,
     Electorate,
     ProvenTerm,
+    decode_term_proof,
     verify_term_proof,
 )
 
@@ -113,7 +113,7 @@ class ProvenKnowledge:
                 self._convictions[conviction.liar] = (conviction, evidence)
         if stored_fence is not None:
             self.proof = decode(stored_fence, STORED_FENCE).proof
-            proof = decode(self.proof, TERM_PROOF)
+            proof = decode_term_proof(self.proof)
             self.fence = ProvenTerm(proof.epoch, proof.term, proof.backbone)
             self._ballots.see(proof.votes)
 
@@ -216,7 +216,7 @@ class ProvenKnowledge:
 
     def _follow_link(self, data: bytes) -> None:
         """The endorsements that committed an electorate prove who was the backbone then."""
-        proof = decode(data, TERM_PROOF)
+        proof = decode_term_proof(data)
         term = ProvenTerm(proof.epoch, proof.term, proof.backbone)
         order = (proof.epoch, proof.term)
         is_same = self.fence is not None and term == self.fence
@@ -242,7 +242,7 @@ class ProvenKnowledge:
         """
         if data == self.proof:
             return "known"
-        proof = decode(data, TERM_PROOF)
+        proof = decode_term_proof(data)
         if not self.is_anchored or proof.electorate.order > self.newest.order:
             return "unknown_electorate"
         order = (proof.epoch, proof.term)
@@ -253,7 +253,7 @@ class ProvenKnowledge:
         if self.is_void(*order):
             raise RemoteProtocolError("an elector lied in this term: it is void", "void")
         if self.fence is not None and (*order, proof.backbone) == self.fence:
-            known = decode(self.proof, TERM_PROOF)
+            known = decode_term_proof(self.proof)
             if known.electorate == proof.electorate:
                 return "known"
         term = verify_term_proof(data, self._swarm_digest, self.newest, self.liars)

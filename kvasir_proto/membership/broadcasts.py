@@ -46,6 +46,10 @@ class Broadcasts:
         """Whether a claim waits that has hardly been sent."""
         return any(self._levels[:FRESH])
 
+    def is_fresh(self, key: bytes) -> bool:
+        """Whether this claim waits, and has hardly been sent."""
+        return self._level_of.get(key, FRESH) < FRESH
+
     def take(self, count: int, repeats_max: int) -> list[bytes]:
         """Up to `count` keys for one message; each is dropped once it was taken `repeats_max` times."""
         taken: list[bytes] = []

@@ -45,7 +45,7 @@ from kvasir_proto.membership.options import (
 )
 from kvasir_proto.membership.states import LIVE, NO_RECORD, TRANSITIONS, Claim, merge
 from kvasir_proto.membership.suspicion import confirmations_wanted, suspicion_time, swarm_scale_permille
-from kvasir_proto.membership.table import NOBODY, Condition, Entry, Member, Suspicion, Table
+from kvasir_proto.membership.table import NOBODY, Condition, Entry, Member, Suspicion, Table, Timer
 from kvasir_proto.membership.view import View, accuser_mark
 from kvasir_proto.messages.membership import (
     BUCKET_DIGEST_SIZE,
@@ -91,9 +91,9 @@ _MISSES_OF_A_BROKEN_PATH: Final = 3
 
 
 class _Probe:
-    """One question under way: `asker` is set if it is asked for somebody else."""
+    """One question under way, and what is done when it stays without an answer."""
 
-    __slots__ = ("answers", "helpers", "node_id", "postponed", "sent")
+    __slots__ = ("answers", "helpers", "node_id", "postponed", "sent", "timer")
 
     def __init__(self, node_id: NodeId, sent: Instant) -> None:
         self.node_id = node_id
@@ -101,6 +101,7 @@ class _Probe:
         self.helpers: tuple[NodeId, ...] | None = None
         self.answers = 0
         self.postponed = False
+        self.timer: Timer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class _Relay:
     target: NodeId
     asker: NodeId
     sequence: int
+    timer: Timer
 
 
 class MembershipCore:
@@ -131,7 +133,7 @@ class MembershipCore:
         self._entropy = entropy
         self._mark = accuser_mark(node_id)
         self._effects: list[Effect | MembershipEvent] = []
-        self._timers: list[tuple[Instant, int, Callable[[Now, Instant, Any], None], Any]] = []
+        self._timers: list[Timer] = []
         self._timer_count = 0
         self._has_left = False
 
@@ -156,6 +158,7 @@ class MembershipCore:
         self._twin_told = False
         self._rose = Instant(now.instant - options.gossip_interval)
         self._gossip_armed = False
+        self._gossip_rounds = 0
         self._gossiped = Instant(now.instant - options.gossip_interval)
 
         self._seeds: tuple[NodeId, ...] = ()
@@ -240,13 +243,17 @@ class MembershipCore:
         timers = self._timers
         while timers and timers[0][0] <= now.instant:
             due, _, action, argument = heapq.heappop(timers)
-            action(now, due, argument)
+            if action is not None:
+                action(now, due, argument)
         if not self._has_left:
             self._arm_gossip(now)
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next; None once the node has left."""
-        return self._timers[0][0] if self._timers else None
+        timers = self._timers
+        while timers and timers[0][2] is None:
+            heapq.heappop(timers)
+        return timers[0][0] if timers else None
 
     def drain(self) -> list[Effect | MembershipEvent]:
         """Everything to be done and told since the last call, in order."""
@@ -305,9 +312,11 @@ class MembershipCore:
 
     # --- timers ---------------------------------------------------------------------------------------------
 
-    def _at(self, due: Instant, action: Callable[[Now, Instant, Any], None], argument: Any = None) -> None:
+    def _at(self, due: Instant, action: Callable[[Now, Instant, Any], None], argument: Any = None) -> Timer:
         self._timer_count += 1
-        heapq.heappush(self._timers, (due, self._timer_count, action, argument))
+        timer: Timer = [due, self._timer_count, action, argument]
+        heapq.heappush(self._timers, timer)
+        return timer
 
     def _soon(self, now: Now, interval: Duration) -> Instant:
         """A random moment within the interval, so that nodes started together do not act together."""
@@ -315,9 +324,10 @@ class MembershipCore:
 
     def _notice_pause(self, now: Now) -> None:
         """Doubt ourselves if the clock went on without us: stopped, suspended, or starved of CPU."""
-        if not self._timers:
+        deadline = self.next_deadline()
+        if deadline is None:
             return
-        late = between(self._timers[0][0], now.instant)
+        late = between(deadline, now.instant)
         if late <= self._options.pause_min:
             return
         for sequence, probe in self._probes.items():
@@ -329,9 +339,8 @@ class MembershipCore:
         self._late.clear()
         self._asked = None
         # Nothing happened in between, so all that is overdue is due now, in its old order.
-        self._timers = [
-            (max(due, now.instant), order, action, argument) for due, order, action, argument in self._timers
-        ]
+        for timer in self._timers:
+            timer[0] = max(timer[0], now.instant)
         heapq.heapify(self._timers)
         for node_id in self._suspects:
             entry = self._table[node_id]
@@ -480,13 +489,16 @@ class MembershipCore:
                 self._view.add(entry.node_id)
                 entry.path, entry.misses = "unknown", 0
             self._recount()
-        # A newer record spreads by itself: that there is one rides along, and is worth no message of its own.
-        is_news = claim[:3] != before[:3]
+        # Worth a message of its own is what changes who is there, or which run of it: that a live member
+        # says so anew, or has a newer record, rides along. The latter spreads by itself.
+        is_news = (claim.state, claim.instance) != (before.state, before.instance)
         self._answer_changes += 1
         self._answer_news += is_news
         is_known_widely = not is_news or (source is not None and source == self._asked)
         self._broadcasts.add(entry.key, FRESH if is_known_widely else 0)
         if claim.state != "suspect":
+            if entry.suspicion is not None:
+                _cancel(entry.suspicion.timer)
             entry.suspicion = None
             self._suspects.pop(entry.node_id, None)
         elif before.state != "suspect" or before.incarnation != claim.incarnation:
@@ -625,6 +637,8 @@ class MembershipCore:
 
     def _suspect(self, entry: Entry, accuser: bytes, now: Now) -> None:
         """Start the member's time to refute, and look ourselves if we watch it."""
+        if entry.suspicion is not None:
+            _cancel(entry.suspicion.timer)
         entry.suspicion = Suspicion(now.instant, accuser)
         self._suspects[entry.node_id] = None
         self._time_suspicion(entry)
@@ -639,7 +653,8 @@ class MembershipCore:
             return
         suspicion.accusers.add(accuser)
         self._table.put(entry, entry.claim, accuser, now.instant)
-        self._broadcasts.add(entry.key)
+        # Each who watches it says what itself found; what others found is passed on with other messages.
+        self._broadcasts.add(entry.key, 0 if accuser == self._mark else FRESH)
         self._time_suspicion(entry)
 
     def _time_suspicion(self, entry: Entry) -> None:
@@ -653,7 +668,8 @@ class MembershipCore:
             Duration(shortest * options.suspicion_max_factor),
         )
         suspicion.deadline = after(suspicion.started, length)
-        self._at(suspicion.deadline, self._end_suspicion, (entry, suspicion))
+        _cancel(suspicion.timer)
+        suspicion.timer = self._at(suspicion.deadline, self._end_suspicion, (entry, suspicion))
 
     def _end_suspicion(self, now: Now, due: Instant, argument: tuple[Entry, Suspicion]) -> None:
         entry, suspicion = argument
@@ -661,7 +677,7 @@ class MembershipCore:
             return
         if self._is_late(now, due):
             suspicion.deadline = after(now.instant, self._options.suspicion_min)
-            self._at(suspicion.deadline, self._end_suspicion, argument)
+            suspicion.timer = self._at(suspicion.deadline, self._end_suspicion, argument)
             return
         state = TRANSITIONS[entry.claim.state, "suspicion_expired"]
         witnesses = len(suspicion.accusers)
@@ -698,9 +714,9 @@ class MembershipCore:
             return False
         self._sequence += 1
         entry.probe = self._sequence
-        self._probes[self._sequence] = _Probe(entry.node_id, now.instant)
+        probe = self._probes[self._sequence] = _Probe(entry.node_id, now.instant)
         self._send(entry.node_id, Ping(self._sequence, *self._run(), self._updates_for(entry)))
-        self._at(after(now.instant, self._timeout(entry)), self._miss_answer, self._sequence)
+        probe.timer = self._at(after(now.instant, self._timeout(entry)), self._miss_answer, self._sequence)
         return True
 
     def _timeout(self, entry: Entry) -> Duration:
@@ -725,7 +741,7 @@ class MembershipCore:
             probe.postponed = True
             self._health.worsen()
             entry = self._table[probe.node_id]
-            self._at(after(now.instant, self._timeout(entry)), self._miss_answer, sequence)
+            probe.timer = self._at(after(now.instant, self._timeout(entry)), self._miss_answer, sequence)
             return
         self._ask_helpers(sequence, probe, now)
 
@@ -743,7 +759,8 @@ class MembershipCore:
             self._send(helper, PingRequest(sequence, probe.node_id, *self._run(), updates))
         timeout = self._timeout(entry)
         wait = Duration(2 * timeout + options.relay_allowance) if helpers else timeout
-        self._at(after(now.instant, wait), self._fail, sequence)
+        _cancel(probe.timer)
+        probe.timer = self._at(after(now.instant, wait), self._fail, sequence)
 
     def _helpers_wanted(self, entry: Entry) -> int:
         """Who is suspected was asked after by three already, and if it was for us, that need not be again."""
@@ -759,7 +776,8 @@ class MembershipCore:
         if self._is_late(now, due) and not probe.postponed:
             probe.postponed = True
             self._health.worsen()
-            self._at(after(now.instant, self._timeout(self._table[probe.node_id])), self._fail, sequence)
+            wait = self._timeout(self._table[probe.node_id])
+            probe.timer = self._at(after(now.instant, wait), self._fail, sequence)
             return
         if probe.helpers and not probe.answers:
             self._health.worsen()  # three silent helpers at once: it is more likely us
@@ -787,6 +805,7 @@ class MembershipCore:
 
     def _end_probe(self, sequence: int, probe: _Probe) -> Entry:
         del self._probes[sequence]
+        _cancel(probe.timer)
         if len(self._late) >= _LATE_MAX:
             del self._late[next(iter(self._late))]
         self._late[sequence] = (probe.node_id, probe.sent)
@@ -893,10 +912,10 @@ class MembershipCore:
             )
             return
         self._sequence += 1
-        self._relays[self._sequence] = _Relay(request.target, entry.node_id, request.sequence)
-        self._send(request.target, Ping(self._sequence, *self._run(), self._updates_for(target)))
         wait = Duration(self._timeout(target) + self._options.relay_allowance)
-        self._at(after(now.instant, wait), self._miss_relay, self._sequence)
+        timer = self._at(after(now.instant, wait), self._miss_relay, self._sequence)
+        self._relays[self._sequence] = _Relay(request.target, entry.node_id, request.sequence, timer)
+        self._send(request.target, Ping(self._sequence, *self._run(), self._updates_for(target)))
 
     def _miss_relay(self, now: Now, due: Instant, number: int) -> None:
         if number in self._relays:
@@ -904,6 +923,7 @@ class MembershipCore:
 
     def _end_relay(self, number: int, *, reached: bool) -> None:
         relay = self._relays.pop(number)
+        _cancel(relay.timer)
         asker = self._table.get(relay.asker)
         if asker is None:
             return
@@ -950,17 +970,27 @@ class MembershipCore:
         if self._gossip_armed or not self._broadcasts.has_fresh():
             return
         self._gossip_armed = True
-        due = after(self._gossiped, self._options.gossip_interval)
+        due = after(self._gossiped, self._gossip_pause())
         if due <= now.instant:
             self._gossip(now, now.instant, None)
         else:
             self._at(due, self._gossip)
+
+    def _gossip_pause(self) -> Duration:
+        """Longer, step by step, while there is news all the time; what we say of ourselves does not wait."""
+        options = self._options
+        if self._broadcasts.is_fresh(self._self.key):
+            return options.gossip_interval
+        steps = self._gossip_rounds // options.gossip_patience
+        return Duration(min(options.gossip_interval * (1 + steps), options.gossip_interval_max))
 
     def _gossip(self, now: Now, due: Instant, _: Any) -> None:
         self._gossip_armed = False
         view = self._view.members
         if not view or not self._broadcasts.has_fresh():
             return
+        is_quiet = between(self._gossiped, now.instant) > 2 * self._gossip_pause()
+        self._gossip_rounds = 0 if is_quiet else self._gossip_rounds + 1
         self._gossiped = now.instant
         for node_id in sorted(self._entropy.sample(view, min(self._options.gossip_fanout, len(view)))):
             self._send(node_id, Gossip(*self._run(), self._updates_for(self._table[node_id])))
@@ -1115,6 +1145,12 @@ class MembershipCore:
                 del self._conflicts[node_id]
                 conflicted.conflicted_until = None
                 self._tell(conflicted, "no sign of a second process any more")
+
+
+def _cancel(timer: Timer | None) -> None:
+    """Nothing is done when its time comes, and nobody wakes up for it."""
+    if timer is not None:
+        timer[2] = timer[3] = None
 
 
 _REASON_HEARD: Final[dict[MemberState, str]] = {

@@ -56,6 +56,10 @@ class MembershipOptions:
     """Further accusers that make it the shortest."""
     gossip_interval: Duration
     """Fresh claims are sent at most this often, to `gossip_fanout` members. Quiet swarms send none."""
+    gossip_interval_max: Duration
+    """The interval grows to this by `gossip_interval` each `gossip_patience` rounds, while there is news all
+    the time: a swarm in turmoil does not add a storm of gossip to it. A quiet moment makes it short again."""
+    gossip_patience: int
     gossip_fanout: int
     repeat_factor: int
     """A claim is sent at most factor x log10(members + 1) times, rounded up, by each node."""
@@ -102,6 +106,8 @@ LAN: Final = MembershipOptions(
     suspicion_max_factor=3,
     suspicion_confirmations=3,
     gossip_interval=milliseconds(250),
+    gossip_interval_max=seconds(1),
+    gossip_patience=8,
     gossip_fanout=3,
     repeat_factor=4,
     health_score_max=4,
@@ -130,6 +136,7 @@ WAN: Final = replace(
     relay_allowance=milliseconds(600),
     suspicion_min=seconds(5),
     gossip_interval=milliseconds(500),
+    gossip_interval_max=seconds(2),
     anti_entropy_interval=seconds(30),
     anti_entropy_soon=seconds(3),
     view_request_spacing=milliseconds(200),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from kvasir_proto.ids import NodeId, public_key_of
 from kvasir_proto.instants import Duration, Instant
@@ -54,15 +54,20 @@ class Member:
     record_digest: bytes
 
 
+Timer: TypeAlias = list[Any]
+"""[when, order, what to do or None once it is not wanted any more, its argument]."""
+
+
 class Suspicion:
     """A member's time to refute is running."""
 
-    __slots__ = ("accusers", "deadline", "started")
+    __slots__ = ("accusers", "deadline", "started", "timer")
 
     def __init__(self, started: Instant, accuser: bytes) -> None:
         self.started = started
         self.accusers = {accuser}
         self.deadline = started
+        self.timer: Timer | None = None
 
 
 class Entry:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from functools import lru_cache
+from heapq import nsmallest
 from typing import Final
 
 from kvasir_proto.ids import NodeId
 
 _MASK: Final = (1 << 64) - 1
+_LIGHT_FACTOR: Final = 4
+"""So many views of the smallest hashes are kept in order: more than one, so that who goes is mostly replaced
+without a look at everybody; few, since everybody may be thousands."""
 
 
 @lru_cache(maxsize=8192)
@@ -50,24 +55,45 @@ class View:
         self._position = ring_position(node_id)
         self._size = size
         self._ring: list[tuple[int, NodeId]] = []
-        self._weights: list[tuple[int, NodeId]] = []
+        self._light: list[tuple[int, NodeId]] = []
+        """The members with the smallest weights, in order: all of them, or `_LIGHT_FACTOR` views at most."""
         self._stale = True
         self._successors: tuple[NodeId, ...] = ()
         self._members: tuple[NodeId, ...] = ()
 
     def add(self, node_id: NodeId) -> None:
         """A member is live; it must not have been already."""
-        position = ring_position(node_id)
         insort(self._ring, _place(node_id))
-        insort(self._weights, (pair_weight(self._position, position), node_id))
+        weighed = self._weighed(node_id)
+        if len(self._light) == len(self._ring) - 1 or weighed < self._light[-1]:
+            insort(self._light, weighed)
+            del self._light[_LIGHT_FACTOR * self._size :]
+        self._stale = True
+
+    def add_all(self, node_ids: Iterable[NodeId]) -> None:
+        """As `add` for each of them, for the price of one sort."""
+        self._ring = sorted([*self._ring, *map(_place, node_ids)])
+        self._weigh_anew()
         self._stale = True
 
     def remove(self, node_id: NodeId) -> None:
         """A member is live no longer; it must have been."""
-        position = ring_position(node_id)
-        del self._ring[bisect_left(self._ring, (position, node_id))]
-        del self._weights[bisect_left(self._weights, (pair_weight(self._position, position), node_id))]
+        del self._ring[bisect_left(self._ring, _place(node_id))]
+        weighed = self._weighed(node_id)
+        index = bisect_left(self._light, weighed)
+        if index < len(self._light) and self._light[index] == weighed:
+            del self._light[index]
+            if len(self._light) < min(self._size, len(self._ring)):
+                self._weigh_anew()
         self._stale = True
+
+    def _weighed(self, node_id: NodeId) -> tuple[int, NodeId]:
+        return pair_weight(self._position, ring_position(node_id)), node_id
+
+    def _weigh_anew(self) -> None:
+        own = self._position
+        weights = ((pair_weight(own, position), node_id) for position, node_id in self._ring)
+        self._light = nsmallest(_LIGHT_FACTOR * self._size, weights)
 
     @property
     def members(self) -> tuple[NodeId, ...]:
@@ -90,7 +116,7 @@ class View:
         around += self._ring[: half - len(around)]
         self._successors = tuple(node_id for _, node_id in around)
         chosen = set(self._successors)
-        for _, node_id in self._weights:
+        for _, node_id in self._light:
             if len(chosen) >= self._size:
                 break
             chosen.add(node_id)

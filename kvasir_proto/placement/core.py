@@ -99,6 +99,7 @@ class PlacementCore:
         """Until when the holders of the plan have to prove it; None once they have."""
         self._shunned: dict[NodeId, Instant] = {}
         """Nodes that did not prove in time, and until when they get nothing new: some of the inventory."""
+        self._uncovered: tuple[Plan, SetInventory, bool] | None = None
         self._effects: list[Effect | PlanDue] = []
 
     # -- the five verbs --------------------------------------------------------------------------------------
@@ -217,9 +218,14 @@ class PlacementCore:
         return max(settled, self._not_before)
 
     def _is_uncovered(self, plan: Plan) -> bool:
-        there = {each.node_id for each in self._places() if each.state != "lost"}
-        coverage = plan.coverage(there)
-        return coverage.n_pairs_held < coverage.n_pairs
+        """Kept until the plan or the inventory is another one: it is asked whenever the time is."""
+        assert self._inventory is not None
+        known = self._uncovered
+        if known is None or known[0] is not plan or known[1] is not self._inventory:
+            there = {each.node_id for each in self._inventory.places if each.state != "lost"}
+            coverage = plan.coverage(there)
+            known = self._uncovered = (plan, self._inventory, coverage.n_pairs_held < coverage.n_pairs)
+        return known[2]
 
     def _places(self) -> list[Place]:
         """The inventory, with those that were shunned treated as suspects: nothing new for them."""

@@ -11,8 +11,9 @@ to layer, so that the work of a lost node falls on all others and not on one nei
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
@@ -36,6 +37,9 @@ from kvasir_proto.messages import Family
 from kvasir_proto.signing import open_signed
 
 _NodeIndex: TypeAlias = Annotated[int, Range(0, WORKERS_MAX - 1)]
+_NOTHING: Final = ShardSet()
+_OPENED_MAX: Final = 8
+"""Plans that are remembered with their signatures checked: an offer is made more than once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Missing(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Which node serves which shard, versioned by (epoch, term, revision).
 
@@ -108,21 +112,27 @@ class Plan:
 
     def shard_of(self, node: NodeId) -> ShardSet:
         """Every (layer, expert) the node holds, as primary or not; empty for a node not in the plan."""
-        return self._ranges_where(node, lambda index, holders: index in holders)
+        return self._shards.get(node, _NOTHING)
+
+    @cached_property
+    def _shards(self) -> dict[NodeId, ShardSet]:
+        ranges: list[list[tuple[int, int, int]]] = [[] for _ in self.nodes]
+        for each in self.layers:
+            for part in each.ranges:
+                for index in part.holders:
+                    ranges[index].append((each.layer, part.first, part.end))
+        return {node: ShardSet.from_ranges(ranges[index]) for index, node in enumerate(self.nodes)}
 
     def primary_shard_of(self, node: NodeId) -> ShardSet:
         """Every (layer, expert) for which the node is asked first; empty for a node not in the plan."""
-        return self._ranges_where(node, lambda index, holders: holders[:1] == (index,))
-
-    def _ranges_where(self, node: NodeId, wanted: Callable[[int, tuple[int, ...]], bool]) -> ShardSet:
         if node not in self.nodes:
-            return ShardSet()
+            return _NOTHING
         index = self.nodes.index(node)
         return ShardSet.from_ranges(
             (each.layer, part.first, part.end)
             for each in self.layers
             for part in each.ranges
-            if wanted(index, part.holders)
+            if part.holders[:1] == (index,)
         )
 
     def coverage(self, alive: Collection[NodeId] | None = None, backbone: NodeId | None = None) -> Coverage:
@@ -268,8 +278,9 @@ def _merged(layer: Sequence[tuple[NodeId, ...]], index_of: dict[NodeId, int]) ->
     return tuple(ranges)
 
 
+@lru_cache(maxsize=_OPENED_MAX)
 def open_plan(data: bytes, swarm_digest: SwarmDigest, backbone: NodeId) -> Plan:
-    """The plan in an encoded `Signed`, if that backbone signed it and it is whole.
+    """The plan in an encoded `Signed`, if that backbone signed it and it is whole. Remembered: it is pure.
 
     Raises `RemoteProtocolError`: as `open_signed` does, or `wrong_node` (another node signed it),
     `incomplete_plan` (an expert without a holder or a reason, a reason without such an expert, a holder that

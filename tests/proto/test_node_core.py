@@ -41,6 +41,7 @@ from kvasir_proto.node_core import (
 )
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.quarantine import Quarantined
+from kvasir_proto.records import RecordChanged
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
 
 
@@ -480,6 +481,34 @@ def test_a_holder_that_was_thought_dead_for_a_moment_is_asked_again_what_it_serv
     coverage = backbone.core.view().coverage
     assert coverage is not None
     assert coverage.holders_min == 2
+
+
+def test_a_holder_that_answers_before_its_record_is_here_is_asked_again_what_it_serves() -> None:
+    """Its answer counted as given and was kept nowhere: what it serves had no holder for ever."""
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(3))
+    (backbone,) = backbones(swarm)
+    worker = next(each for each in swarm.nodes.values() if each is not backbone)
+    assert backbone.core is not None
+    known = backbone.core.record_of(worker.node_id)
+    assert known is not None
+    backbone.core._hear(RecordChanged(worker.node_id, None, bytes(32)), swarm.now())
+    offers = backbone.core._offers
+    assert offers.plan is not None
+    version = (offers.plan.epoch, offers.plan.term, offers.plan.revision)
+    answer = PlanAccept(*version, offers.plan.shard_of(worker.node_id).digest(), 0)
+    backbone.core.receive(answer, worker.node_id, swarm.now())
+    backbone.core._hear(RecordChanged(worker.node_id, known, bytes(32)), swarm.now())
+    swarm._later(backbone, 1, lambda core: core.tick(swarm.now()))
+
+    def is_held() -> bool:
+        assert backbone.core is not None
+        coverage = backbone.core.view().coverage
+        return coverage is not None and coverage.holders_min == 2
+
+    assert not is_held()
+    assert swarm.run(seconds(5), is_held) < 1
 
 
 def test_the_lease_that_is_told_grows_and_is_never_longer_than_nine_tenths() -> None:

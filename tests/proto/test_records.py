@@ -19,6 +19,7 @@ from kvasir_proto.capability import (
     RECORD_LIFETIME_MAX,
     CapabilityRecord,
     Withdrawal,
+    held_shard,
     open_sealed,
     seal_record,
 )
@@ -28,6 +29,7 @@ from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds
 from kvasir_proto.limits import INT63_MAX
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.records import RECORDS_A_MESSAGE_MAX, RecordReply, RecordRequest
 from kvasir_proto.records import (
     LAN,
@@ -43,6 +45,7 @@ from kvasir_proto.records import (
 
 SWARM = SwarmDigest(bytes(32))
 START = Now(Instant(5_000_000_000), WallTime(1_700_000_000_000_000_000))
+SECOND = seconds(1)
 HOUR = seconds(3600)
 MINUTE = seconds(60)
 
@@ -450,6 +453,60 @@ def test_many_changes_in_a_row_are_one(options: Any) -> None:
     (changed,) = published(effects_of(ours))
     assert isinstance(changed, CapabilityRecord)
     assert changed.memory_bytes == 19
+
+
+def held_by(revision: int, n_pairs: int = 1) -> Any:
+    return held_shard(0, 1, revision, bytes(32), ShardSet(((0, 0, n_pairs),)))
+
+
+@pytest.mark.parametrize(
+    "change, state_matters, is_quiet",
+    [
+        ({"held": held_by(2)}, False, True),
+        ({"state": "loading", "reason": "loading 3 experts"}, False, True),
+        ({"state": "loading"}, True, False),
+        ({"held": held_by(2, 3)}, False, False),
+        ({"held": None}, False, False),
+        ({"held": held_by(2), "memory_bytes": 5}, False, False),
+    ],
+)
+def test_what_nobody_acts_on_waits_for_other_news(
+    change: dict[str, Any], state_matters: bool, is_quiet: bool
+) -> None:
+    """Else each plan that moves one expert made every holder say two records."""
+    ours = book(quiet_delay_per_member=20 * SECOND)
+    ours.command(PublishOwn(record_of(US, held=held_by(1), state="ready")), START)
+    effects_of(ours)
+    changed = record_of(US, **{"held": held_by(1), "state": "ready", **change})
+    ours.command(PublishOwn(changed, state_matters), later(1))
+    published_after = run_until_published(ours, later(1))
+    assert (published_after > 19 * SECOND) == is_quiet
+    assert published_after <= 20 * SECOND
+    if is_quiet:
+        ours.command(PublishOwn(record_of(US, held=held_by(3), state="ready"), False), later(30 * SECOND))
+        ours.command(PublishOwn(record_of(US, held=held_by(3), state="ready"), True), later(31 * SECOND))
+        assert run_until_published(ours, later(31 * SECOND)) < SECOND
+
+
+def test_a_change_that_is_taken_back_is_not_said() -> None:
+    ours = book()
+    ours.command(PublishOwn(record_of(US, memory_bytes=1)), START)
+    effects_of(ours)
+    ours.command(PublishOwn(record_of(US, memory_bytes=2)), later(1))
+    ours.command(PublishOwn(record_of(US, memory_bytes=1)), later(2))
+    assert run_until_published(ours, later(2)) > 50 * SECOND
+
+
+def run_until_published(ours: RecordBook, now: Now) -> int:
+    """How long until a record goes out."""
+    began = now.instant
+    while True:
+        deadline = ours.next_deadline()
+        assert deadline is not None
+        now = later(max(0, deadline - now.instant), now)
+        ours.tick(now)
+        if of_type(Publish, effects_of(ours)):
+            return now.instant - began
 
 
 def test_swarm_as_a_whole_says_a_bounded_number_a_second() -> None:

@@ -54,3 +54,8 @@ def test_a_holder_that_restarts_before_anybody_misses_it_is_offered_its_plan_aga
 def test_a_holder_that_was_thought_dead_for_a_moment_is_asked_again_what_it_serves(seed: int) -> None:
     """It had answered the offer and was not offered the plan again: its experts had no holder for ever."""
     run(12, 120, seed, FAULTS)
+
+
+def test_a_holder_that_answers_before_its_record_is_here_is_asked_again_what_it_serves() -> None:
+    """The backbone had just restarted: it heard that the node serves its shard before it knew the node."""
+    run(12, 120, 199, FAULTS)

@@ -17,6 +17,7 @@ from kvasir_node.sim.checkers import Checker, FencesNeverFall, NothingRaises, On
 from kvasir_node.sim.faults import FAULTS
 from kvasir_node.sim.joins import JoinTimes
 from kvasir_node.sim.report import document_of, replay_command
+from kvasir_node.sim.results import code_digest
 from kvasir_node.sim.simulation import FORMED_FROM, Simulation, SimulationOptions
 from kvasir_node.sim.swarm import Adversary, NodeIdentity, SimNode, Swarm, key_of
 from kvasir_proto.ids import NodeId, node_id_of
@@ -178,11 +179,38 @@ def test_many_runs_go_on_where_they_were(tmp_path: Path) -> None:
     second = call(*arguments, "--seeds", "1..4", home=tmp_path)
     assert second.status == 1
     assert [each["seed"] for each in second.document["failed"]] == [3]
-    assert results.read_text().splitlines()[:2] == lines
-    assert len(results.read_text().splitlines()) == 4
+    assert results.read_text().splitlines()[:3] == lines
+    assert len(results.read_text().splitlines()) == 5
     assert "seed 3 failed: not one swarm 30 s after healing" in second.err
-    results.write_text("{}\n")
-    assert call(*arguments, "--seeds", "1..4", home=tmp_path).status == 2
+    results.write_text(results.read_text()[:-5])  # it was ended in the middle of a line
+    third = call(*arguments, "--seeds", "1..4", home=tmp_path)
+    assert "3 of 4 runs are in" in third.err
+    assert third.document["failed"] == second.document["failed"]
+    assert len(results.read_text().splitlines()) == 5
+
+
+@pytest.mark.usefixtures("toys")
+@pytest.mark.parametrize(
+    "spoil, named",
+    [
+        (lambda text: "{}\n" + text, "schema_version is None there and 1 here"),
+        (lambda text: text.replace('"nodes":4', '"nodes":5'), "nodes is 5 there and 4 here"),
+        (lambda text: text.replace('"faults":[]', '"faults":["loss"]'), "faults is"),
+        (lambda text: text.replace(code_digest(), "0" * 16), "code is 0000000000000000 there"),
+        (lambda text: text + "[]\n", "line 3 of"),
+    ],
+)
+def test_a_results_file_of_other_runs_is_refused_by_name_and_left_as_it_is(
+    spoil: Callable[[str], str], named: str, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    arguments = ("sim", "--nodes", "4", "--seconds", "20", "--faults", "none", "--results", str(results))
+    assert call(*arguments, "--seeds", "1..1", home=tmp_path).status == 0
+    results.write_text(spoil(results.read_text()))
+    before = results.read_text()
+    refused = call(*arguments, "--seeds", "1..2", home=tmp_path)
+    assert (refused.status, named in refused.err) == (2, True)
+    assert results.read_text() == before
 
 
 @pytest.mark.usefixtures("toys")

@@ -52,6 +52,18 @@ def test_order_of_arrival_does_not_matter(others: list[NodeId]) -> None:
     assert view_of(ME, others).members == view_of(ME, NODE_IDS[1:40]).members
 
 
+@settings(max_examples=20)
+@given(st.sets(st.integers(1, 80)), st.sets(st.integers(81, 160)))
+def test_many_at_once_are_the_same_as_one_after_another(first: set[int], then: set[int]) -> None:
+    view = view_of(ME, [NODE_IDS[each] for each in sorted(first)])
+    view.add_all(NODE_IDS[each] for each in sorted(then))
+    assert view.members == view_of(ME, [NODE_IDS[each] for each in sorted(first | then)]).members
+    for each in sorted(first | then)[: len(first)]:
+        view.remove(NODE_IDS[each])
+    left = [NODE_IDS[each] for each in sorted(first | then)[len(first) :]]
+    assert view.members == tuple(sorted(slow_view(ME, set(left), 12)))
+
+
 @pytest.mark.parametrize("count", [2, 7, 13])
 def test_everybody_watches_everybody_in_a_small_swarm(count: int) -> None:
     names = NODE_IDS[:count]
