@@ -157,7 +157,7 @@ class MembershipCore:
         self._twin_first = now.instant
         self._twin_told = False
         self._rose = Instant(now.instant - options.gossip_interval)
-        self._gossip_armed = False
+        self._gossip_timer: Timer | None = None
         self._gossip_rounds = 0
         self._gossiped = Instant(now.instant - options.gossip_interval)
 
@@ -967,14 +967,20 @@ class MembershipCore:
 
     def _arm_gossip(self, now: Now) -> None:
         """Fresh claims leave at once if there were none lately, or when the interval is over."""
-        if self._gossip_armed or not self._broadcasts.has_fresh():
+        armed = self._gossip_timer
+        if armed is not None and not self._broadcasts.is_fresh(self._self.key):
             return
-        self._gossip_armed = True
+        if not self._broadcasts.has_fresh():
+            return
         due = after(self._gossiped, self._gossip_pause())
+        if armed is not None:
+            if armed[0] <= due:
+                return
+            _cancel(armed)
         if due <= now.instant:
             self._gossip(now, now.instant, None)
         else:
-            self._at(due, self._gossip)
+            self._gossip_timer = self._at(due, self._gossip)
 
     def _gossip_pause(self) -> Duration:
         """Longer, step by step, while there is news all the time; what we say of ourselves does not wait."""
@@ -985,7 +991,7 @@ class MembershipCore:
         return Duration(min(options.gossip_interval * (1 + steps), options.gossip_interval_max))
 
     def _gossip(self, now: Now, due: Instant, _: Any) -> None:
-        self._gossip_armed = False
+        self._gossip_timer = None
         view = self._view.members
         if not view or not self._broadcasts.has_fresh():
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvasir_proto import signing
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import SwarmDigest, node_id_of
@@ -93,3 +94,33 @@ def test_payload_too_large_to_be_signed_is_our_error() -> None:
         encode(sign(KEY, "plan", SWARM_A, bytes(SIGNED_SIZE_MAX)))
     largest = encode(sign(KEY, "k" * 64, SWARM_A, bytes(SIGNED_SIZE_MAX - 512)))
     assert decode(largest, SIGNED).payload_kind == "k" * 64
+
+
+def test_a_signature_is_checked_once_and_a_bad_one_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[bytes] = []
+
+    class CountedKey:
+        def __init__(self, data: bytes) -> None:
+            self._key = Ed25519PublicKey.from_public_bytes(data)
+
+        from_public_bytes = classmethod(lambda cls, data: cls(data))
+
+        def verify(self, signature: bytes, data: bytes) -> None:
+            checked.append(data)
+            self._key.verify(signature, data)
+
+    monkeypatch.setattr(signing, "Ed25519PublicKey", CountedKey)
+    monkeypatch.setattr(signing, "_good", {})
+    monkeypatch.setattr(signing, "_GOOD_MAX", 3)
+    signed = [sign(KEY, "vote", SWARM_A, bytes([number])) for number in range(5)]
+    for _ in range(3):
+        assert verify(signed[0], "vote", SWARM_A) == signed[0].payload
+    assert len(checked) == 1
+    bad = dataclasses.replace(signed[0], payload=b"else")
+    for _ in range(2):
+        with pytest.raises(RemoteProtocolError):
+            verify(bad, "vote", SWARM_A)
+    assert len(checked) == 3
+    for each in signed:
+        verify(each, "vote", SWARM_A)
+    assert len(signing._good) == 3

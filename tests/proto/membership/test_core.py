@@ -511,3 +511,56 @@ def test_table_is_given_in_bounded_parts_and_only_where_it_differs() -> None:
     assert [each.ends_answer for each in parts] == [False] * (len(parts) - 1) + [True]
     parts = messages(lone.hears(ViewRequest(lone.core.table_digest(), 1, RUN), ONE), ViewPart, ONE)
     assert [(each.updates, each.remaining, each.ends_answer) for each in parts] == [(b"", 0, True)]
+
+
+# --- saying less --------------------------------------------------------------------------------------------
+
+
+def test_an_answered_probe_wakes_nobody_up_again() -> None:
+    """Each probe that was answered cost a node a second wake-up, at the end of a time-out of nothing."""
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    answered = wake_ups = 0
+    while lone.now < 60 * SECOND:
+        due = lone.core.next_deadline()
+        assert due is not None
+        lone.now = max(due, lone.now)
+        wake_ups += 1
+        lone.core.tick(lone._clock())
+        for ping in messages(lone._take(), Ping, ONE):
+            answered += 1
+            lone.hears(Ack(ping.sequence, EPOCH_WALL + lone.now, 1, RUN, b""), ONE)
+    assert answered >= 58
+    assert wake_ups < 2 * answered - 10
+
+
+def rounds_of_gossip(lone: Lone, newcomers: list[NodeId], interval: int) -> list[int]:
+    """When it gossiped, while it hears of one newcomer after another."""
+    times: list[int] = []
+    lone.hears(gossip(), ONE)  # it is asked for its table, and what it says is then no news
+    for node_id in newcomers:
+        said = lone.hears(gossip(claim(node_id)), TWO) + lone.waits(interval)
+        times += [lone.now] * (len(messages(said, Gossip)) >= LAN.gossip_fanout)
+    return times
+
+
+def test_gossip_grows_rare_while_there_is_news_all_the_time_and_is_quick_again_after_it() -> None:
+    lone = Lone()
+    times = rounds_of_gossip(lone, NODE_IDS[4:124], 250 * MILLISECOND)
+    assert len([each for each in times if each <= 2 * SECOND]) >= 7
+    assert 4 <= len([each for each in times if each > 25 * SECOND]) <= 6, times
+    lone.waits(300 * SECOND)  # those who never were are found dead, one after another, and then it is quiet
+    again = rounds_of_gossip(lone, NODE_IDS[124:128], 250 * MILLISECOND)
+    assert len(again) >= 3
+
+
+def test_what_a_node_says_of_itself_does_not_wait_for_others_news() -> None:
+    lone = Lone()
+    rounds_of_gossip(lone, NODE_IDS[4:124], 250 * MILLISECOND)
+    lone.hears(gossip(claim(NODE_IDS[130])), TWO)
+    said = lone.hears(gossip(claim(ME, "suspect", lone.core.incarnation + 3)), TWO)
+    said += lone.waits(250 * MILLISECOND)
+    refuted = [
+        each for message in messages(said, Gossip) for each in claims_in(message) if each.node_id == ME
+    ]
+    assert refuted
