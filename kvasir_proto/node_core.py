@@ -788,7 +788,9 @@ class NodeCore:
         fence = self._election.fence
         if fence is not None and fence.backbone == event.node_id and event.state != "alive":
             self._election.command(SuspectBackbone(event.node_id), now)
-        self._note_change(now.instant)
+        if standing is not None or (fence is not None and fence.backbone == event.node_id):
+            # Nothing follows from who never said what it is.
+            self._note_change(now.instant)
 
     def _hear_of_record(self, event: RecordChanged, now: Now) -> None:
         before = self._standing.get(event.node_id)

@@ -174,6 +174,8 @@ class SimNode:
     starts: int = 0
     timer_at: int | None = None
     output_free_at: int = 0
+    outputs_waiting: int = 0
+    """Drains that wait for the disk: what later ones say waits behind them, also through a pause."""
     spins: int = 0
     ticked_at: int = -1 << 62
     held: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -324,6 +326,7 @@ class Swarm:
         node.starts += 1
         node.timer_at = None
         node.output_free_at = self.now
+        node.outputs_waiting = 0
         now = node.clock.now(self.now)
         node.core = self.kit.start(node.identity, node.store.stored(), node.entropy, now)
         self.log(node, "started" if node.starts == 1 else "restarted")
@@ -442,7 +445,8 @@ class Swarm:
                 if type(effect) is Persist:
                     free_at += self._fsync_duration()
                     node.store.write(effect.slot, effect.data, free_at)
-            if free_at > self.now:
+            if free_at > self.now or node.outputs_waiting:
+                node.outputs_waiting += 1
                 node.output_free_at = free_at
                 self.schedule(free_at, self._flush, (node, node.generation, effects))
             else:
@@ -464,6 +468,7 @@ class Swarm:
             node.held.append((self._flush, (node, generation, effects)))
             return
         node.store.complete(self.now)
+        node.outputs_waiting -= 1
         self._carry_out(node, effects)
 
     def _carry_out(self, node: SimNode, effects: Sequence[Any]) -> None:

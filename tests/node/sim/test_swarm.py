@@ -134,6 +134,28 @@ def test_a_crash_before_the_write_is_done_takes_the_message_with_it() -> None:
     assert core_of(one).starts == 2
 
 
+def test_what_is_said_after_a_pause_stays_behind_what_waited_for_the_disk_before_it() -> None:
+    """Else a node said an incarnation, and after it the lower one of a drain that the pause held up."""
+    swarm = make_swarm(2)
+    swarm.run_until(seconds(1))
+    one, zero = swarm.nodes[1], swarm.nodes[0]
+    said: list[int] = []
+
+    def note(sender: int, to: int, message: Message) -> bool:
+        if isinstance(message, Here) and message.starts > 50:
+            said.append(message.starts)
+        return True
+
+    swarm.network.filters.append(note)
+    swarm.pause(one, loses=False)
+    swarm.command_later(one, milliseconds(1), Say((Send(zero.node_id, Here(99)),)))
+    swarm.command(one, Say((Persist("plan", b"x"), Send(zero.node_id, Here(98)))))
+    swarm.run_until(seconds(3))
+    swarm.resume(one)
+    swarm.run_until(seconds(4))
+    assert said == [98, 99]
+
+
 # --- time ---------------------------------------------------------------------------------------------------
 
 
