@@ -162,8 +162,10 @@ def found_swarm(
         )
 
 
-def _memory_offered_bytes() -> int:
-    """Physical memory of this machine, in bytes; half of it is offered for shards."""
+def _memory_offered_bytes(configuration: Configuration) -> int:
+    """What is offered for shards, in bytes: what the user said, or half of the machine's memory."""
+    if configuration.node_memory_mib is not None:
+        return configuration.node_memory_mib << 20
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -410,18 +412,19 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
         workers_min=max(1, configuration.swarm_workers_min),
         holders=configuration.swarm_holders or LAN.placement.holders,
     )
+    memory_bytes = _memory_offered_bytes(configuration)
     return NodeSettings(
         bootstrap=bootstrap,
         core=replace(LAN, placement=placement),
         ranks=configuration.node_ranks,
         nominees=tuple(NodeId(each) for each in configuration.swarm_electors),
-        memory_bytes=_memory_offered_bytes(),
+        memory_bytes=memory_bytes,
         device=arithmetic.device,
         holder=HolderSettings(
             data_host=configuration.listen_host,
             data_port=configuration.data_port,
             n_threads=configuration.engine_threads,
-            memory_bytes=_memory_offered_bytes(),
+            memory_bytes=memory_bytes,
             kernel=configuration.engine_kernel,
             kernel_device=configuration.engine_kernel_device,
             backend=arithmetic.backend,
@@ -432,7 +435,7 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             n_ubatch=configuration.engine_ubatch_tokens,
             n_threads=configuration.engine_threads,
             device=configuration.engine_device,
-            memory_bytes=_memory_offered_bytes(),
+            memory_bytes=memory_bytes,
             standby=True,
         ),
     )

@@ -210,6 +210,12 @@ class Configuration:
     node_ranks: tuple[Rank, ...] = _key(
         "node.ranks", _ranks, ("backbone", "output", "bulk"), "the ranks that this node stands for"
     )
+    node_memory_mib: int | None = _key(
+        "node.memory_mib",
+        _integer(1, 1 << 24),
+        None,
+        "MiB of memory that this node offers for experts; unset is half of what the machine has",
+    )
     engine_threads: int = _key("engine.threads", _integer(1, 1024), 1, "threads that compute, in each engine")
     engine_context_tokens: int = _key(
         "engine.context_tokens",

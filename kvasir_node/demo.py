@@ -373,16 +373,24 @@ async def _open_swarm(
         # each expert, what the node that adds in F16 holds is computed by it and nobody else.
         common = ["--workers-min", str(n_workers)]
         common += ["--model", str(model), "--holders", "1"] if model else []
-        nodes.append(_start_node(home, *common))
+        exact = [*common, *_memory_option(founder, n_workers)] if model else common
+        nodes.append(_start_node(home, *exact))
         address = (await _wait_status(nodes, 0, lambda document: bool(document["addresses"])))["addresses"][0]
         for number in range(2, n_workers + 2):
-            own = ("--kernel", "emulated-f16") if model and number == n_workers + 1 else ()
-            nodes.append(_start_node(directory / f"node-{number}", "--join", address, *common, *own))
+            is_f16 = model is not None and number == n_workers + 1
+            own = [*common, "--kernel", "emulated-f16"] if is_f16 else exact
+            nodes.append(_start_node(directory / f"node-{number}", "--join", address, *own))
         say("waiting until they have found each other, elected a backbone and loaded their experts")
         yield await _wait_ready(nodes)
     finally:
         with trio.CancelScope(shield=True):
             await _stop_nodes(nodes)
+
+
+def _memory_option(founder: app.Home, n_workers: int) -> list[str]:
+    """What each node but the one that adds in F16 offers: so little that the slow one is needed."""
+    experts_bytes = founder.models.list()[0].manifest.experts_size_bytes()
+    return ["--memory-mib", str(1 + experts_bytes * 9 // (8 * n_workers) // (1 << 20))]
 
 
 async def _wait_ready(nodes: list[DemoNode]) -> DemoSwarm:

@@ -87,7 +87,7 @@ from kvasir_proto.messages.records import RecordReply
 from kvasir_proto.placement import options as placement_options
 from kvasir_proto.placement.core import BecomeBackbone, NotePlan, PlacementCore, PlanDue, SetInventory
 from kvasir_proto.placement.core import StepDown as StopPlanning
-from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState
+from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState, as_alike
 from kvasir_proto.placement.options import PlacementOptions
 from kvasir_proto.placement.plan import Coverage, Missing, Plan, open_plan
 from kvasir_proto.plan_offers import PlanOffers
@@ -662,7 +662,10 @@ class NodeCore:
             )
         plan = self._plan
         if plan is None or not _is_of(plan, fence):
-            n_workers = sum(each != self._node_id and self._is_live(each) for each in self._standing)
+            n_workers = sum(
+                each != self._node_id and self._is_live(each) and _is_worker(standing.record)
+                for each, standing in self._standing.items()
+            )
             waits = f"{n_workers} workers are there" if n_workers else "no worker has joined"
             return "joining", f"no plan yet: {waits}"
         coverage, missing = self._coverage()
@@ -1017,14 +1020,17 @@ class NodeCore:
         self._offers.withdraw()
 
     def _places(self) -> tuple[Place, ...]:
-        return tuple(
-            self._place(node_id, each)
+        there = [
+            (node_id, each)
             for node_id, each in sorted(self._standing.items())
             if node_id == self._node_id or self._is_live(node_id)
-        )
+        ]
+        row_times = as_alike(each.record.expert_row_ns for _, each in there)
+        return tuple(self._place(node_id, each, row_times) for node_id, each in there)
 
-    def _place(self, node_id: NodeId, standing: _Standing) -> Place:
+    def _place(self, node_id: NodeId, standing: _Standing, row_times: Mapping[int, int]) -> Place:
         record = standing.record
+        row_ns = row_times.get(record.expert_row_ns)
         is_own = node_id == self._node_id
         member = None if is_own else self._membership.member(node_id)
         state: PlaceState = "serving" if len(standing.holding) else "joined"
@@ -1040,11 +1046,11 @@ class NodeCore:
         verdict = {"verified": True, "unfit": False}.get(record.verdict_of("output"))
         return Place(
             node_id=node_id,
-            memory_bytes=memory_bytes if {"output", "bulk"}.intersection(record.ranks) else 0,
+            memory_bytes=memory_bytes if _is_worker(record) else 0,
             accumulation=record.accumulation,
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
-            rate_rows_s=1_000_000_000 // record.expert_row_ns if record.expert_row_ns else None,
+            rate_rows_s=max(1, 1_000_000_000 // row_ns) if row_ns else None,
             rtt_ns=0 if is_own else _coarse_rtt(member.rtt if member is not None else None),
             state=state,
             is_backbone=is_own,
@@ -1187,6 +1193,11 @@ class NodeCore:
                 refusal.have_bytes,
             )
             self._effects.append(Send(fence.backbone, answer))
+
+
+def _is_worker(record: CapabilityRecord) -> bool:
+    """Whether a node stands for experts."""
+    return "output" in record.ranks or "bulk" in record.ranks
 
 
 def _is_of(plan: Plan, term: ProvenTerm) -> bool:

@@ -22,9 +22,10 @@ import numpy as np
 
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import open_remote_holder
-from kvasir_node.backbone.hook import DecodeAborted, ExpertHook
+from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
 from kvasir_node.backbone.rpc_experts import RpcExperts
 from kvasir_node.backbone.session import EmittedToken, SessionOutcome, check_deadline, run_session
+from kvasir_node.backbone.token_speed import measure_token_ns
 from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
@@ -106,6 +107,9 @@ class BackboneEngine:
         self._dispatcher: Dispatcher | None = None
         self._trunk: Trunk | None = None
         self._layers_ns = 0
+        self._is_measuring = False
+        """Experts' rows are zeros while it is found out how long the trunk takes."""
+        self._n_calls_measuring = 0
         self._own: _OwnExperts | None = None
         self._own_wanted: LoadOwnShard | None = None
         """The newest request to hold experts; None when none are to be held."""
@@ -233,8 +237,10 @@ class BackboneEngine:
             self._channel.send(fault_of(message.request, error, "trunk_unusable"))
             return
         self._manifest, self._hook, self._dispatcher, self._trunk = manifest, hook, dispatcher, trunk
+        decode_token_ns = 0
         if dispatcher is not None:
             dispatcher.set_authority(*self._lease.newest)  # a lease may have come before the trunk
+            decode_token_ns = self._measure_token(trunk)
         self._channel.send(
             TrunkLoaded(
                 message.request,
@@ -243,13 +249,25 @@ class BackboneEngine:
                 trunk.n_ctx,
                 trunk.has_tokenizer,
                 resident_bytes(),
+                decode_token_ns,
             )
         )
 
-    def _on_layer(self, call: object) -> None:
+    def _measure_token(self, trunk: Trunk) -> int:
+        self._is_measuring = True
+        try:
+            return measure_token_ns(trunk)
+        finally:
+            self._is_measuring = False
+            self._n_calls_measuring = self._hook_calls()
+
+    def _on_layer(self, call: LayerCall) -> None:
+        if self._is_measuring:
+            fill_with_zeros(call)
+            return
         assert self._dispatcher is not None
         started = time.monotonic_ns()
-        self._dispatcher(call)  # type: ignore[arg-type]
+        self._dispatcher(call)
         self._layers_ns += time.monotonic_ns() - started
 
     def _on_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
@@ -473,7 +491,7 @@ class BackboneEngine:
         return self._trunk
 
     def _hook_calls(self) -> int:
-        return self._hook.calls if self._hook is not None else 0
+        return self._hook.calls - self._n_calls_measuring if self._hook is not None else 0
 
     def _rows_retried(self) -> int:
         return self._dispatcher.statistics().rows_retried if self._dispatcher is not None else 0

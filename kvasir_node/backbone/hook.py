@@ -69,6 +69,12 @@ class LayerCall(ctypes.Structure):
     weights_address: int
 
 
+def fill_with_zeros(call: LayerCall) -> None:
+    """Answer a layer call as experts would whose rows are all zeros: for trials, never for a token."""
+    n_rows = call.n_tokens if call.weights_address else call.n_tokens * call.n_slots
+    ctypes.memset(call.out_address, 0, 4 * n_rows * call.n_embd_out)
+
+
 class _ProgramTable(Sequence[ExpertProgram]):
     """The programs seen so far; fetched from the native table when it has grown."""
 

@@ -9,7 +9,6 @@ module decides no more than what sentence comes of it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -22,7 +21,6 @@ from kvasir_proto.errors import EngineFailed, ModelUnusable
 from kvasir_proto.limits import as_sentence
 
 if TYPE_CHECKING:
-    from kvasir_node.backbone.hook import LayerCall
     from kvasir_node.backbone.trunk import TrunkSettings
 
 TIMEOUT_S: Final = 120
@@ -117,10 +115,10 @@ def _decode_tokens(path: Path, settings: TrunkSettings) -> None:
     """
     import numpy as np
 
-    from kvasir_node.backbone.hook import ExpertHook
+    from kvasir_node.backbone.hook import ExpertHook, fill_with_zeros
     from kvasir_node.backbone.trunk import Trunk
 
-    hook = ExpertHook(_fill_with_zeros)
+    hook = ExpertHook(fill_with_zeros)
     trunk = Trunk(path, settings, hook)
     try:
         for position in range(2):
@@ -129,10 +127,6 @@ def _decode_tokens(path: Path, settings: TrunkSettings) -> None:
                 raise ModelUnusable(f"the model gives no finite logits at position {position}")
     except EngineFailed as error:
         raise ModelUnusable(f"llama.cpp could not decode a token: {error}") from error
-
-
-def _fill_with_zeros(call: LayerCall) -> None:
-    ctypes.memset(call.out_address, 0, 4 * call.n_tokens * call.n_slots * call.n_embd_out)
 
 
 def _end_with(sentence: str) -> NoReturn:

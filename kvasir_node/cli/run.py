@@ -20,6 +20,7 @@ from kvasir_node.stop_signals import held_back
 @click.option("--workers-min", type=int, help="Workers to wait for before the first plan, as backbone.")
 @click.option("--holders", type=int, help="Workers that hold each expert, as backbone.")
 @click.option("--ranks", help="Ranks that this node stands for, of backbone,output,bulk.")
+@click.option("--memory-mib", type=int, help="MiB of memory offered for experts; half of all by default.")
 @click.option("--lan", is_flag=True, default=None, help="Find members on this LAN by mDNS, and be found.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option(
@@ -48,6 +49,7 @@ def run(
     workers_min: int | None,
     holders: int | None,
     ranks: str | None,
+    memory_mib: int | None,
     lan: bool | None,
     threads: int | None,
     kernel: str | None,
@@ -74,6 +76,7 @@ def run(
         swarm_holders=holders,
         swarm_lan=lan,
         node_ranks=ranks,
+        node_memory_mib=memory_mib,
         engine_threads=threads,
         engine_kernel=kernel,
         engine_kernel_device=kernel_device,

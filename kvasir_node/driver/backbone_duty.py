@@ -156,10 +156,14 @@ class BackboneDuty:
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: BackboneSettings,
+        note_trunk: Callable[[TrunkLoaded], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``find_backbone_file`` gives the model's backbone file, verified; each engine asks for it."""
+        """``find_backbone_file`` gives the model's backbone file, verified; each engine asks for it.
+
+        ``note_trunk`` hears of each trunk that was loaded: how fast it is, and what it takes.
+        """
         self._node_id = node_id_of(node_key.public_key().public_bytes_raw())
         self._swarm = swarm
         self._model = model
@@ -169,6 +173,7 @@ class BackboneDuty:
         self._start_engine = start_engine
         self._next_generation = next_generation
         self._settings = settings
+        self._note_trunk = note_trunk
         self._now = now
         self._reign: _Reign | None = None
         self._reign_scope: trio.CancelScope | None = None
@@ -578,6 +583,7 @@ class BackboneDuty:
                     rpc=None,
                 )
                 self._trunk = await load_trunk(engine, request)
+                self._note_trunk(self._trunk)
                 self._engine = engine
                 if self._reign is not None:
                     self._tell_lease(self._reign)

@@ -35,9 +35,11 @@ from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     DiallerExpected,
     ExpectDialler,
+    ExpertsMeasured,
     Listen,
     Listening,
     LoadShard,
+    MeasureExperts,
     SetFence,
 )
 from kvasir_proto.messages.engine import ShardLoaded as LoadedByEngine
@@ -115,9 +117,14 @@ class HolderDuty:
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: HolderSettings,
+        note_speed: Callable[[int], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
+        """``note_speed`` hears of each engine that can serve: nanoseconds of a row through an expert.
+
+        0 where the engine could not find out.
+        """
         self._swarm = swarm
         self._model = model
         self._core = core
@@ -125,6 +132,7 @@ class HolderDuty:
         self._start_engine = start_engine
         self._next_generation = next_generation
         self._settings = settings
+        self._note_speed = note_speed
         self._now = now
         self._term = core.view().fence
         self._voided: tuple[int, int] | None = None
@@ -345,6 +353,7 @@ class HolderDuty:
             try:
                 listen = Listen(self._settings.data_host, self._settings.data_port)
                 self._listening = await engine.exchange(listen, Listening, ENGINE_TIMEOUT_S)
+                self._note_speed(await self._measure(engine))
                 self._engine = engine
                 self._note_change()
                 nursery.start_soon(self._keep_fenced, engine)
@@ -360,6 +369,26 @@ class HolderDuty:
                 self._down_since = self._now()
                 await engine.close()
                 nursery.cancel_scope.cancel()
+
+    async def _measure(self, engine: EnginePort) -> int:
+        """How long the engine takes for a row through an expert, by its own measurement."""
+        settings = self._settings
+        request = MeasureExperts(
+            engine.next_request(),
+            str(self._model.manifest_path),
+            settings.n_threads,
+            settings.kernel,
+            settings.kernel_device,
+        )
+        try:
+            measured = await engine.exchange(request, ExpertsMeasured, ENGINE_TIMEOUT_S)
+        except KvasirError as error:
+            if engine.has_ended:
+                raise
+            log.warning("experts_not_measured", reason=str(error))
+            return 0
+        log.info("experts_measured", row_ns=measured.expert_row_ns)
+        return measured.expert_row_ns
 
     async def _set_fence(self, engine: EnginePort) -> None:
         """Tell this engine the term that is followed, if it has not heard of it yet.

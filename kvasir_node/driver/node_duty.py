@@ -47,8 +47,9 @@ from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.limits import Rank
 from kvasir_proto.membership.events import Leave, MemberChanged, Seed
+from kvasir_proto.messages.engine import TrunkLoaded
 from kvasir_proto.messages.swarm import DataRequest, Hello, Welcome
-from kvasir_proto.node_core import CoreOptions, NodeCore, NodeEvent
+from kvasir_proto.node_core import CoreOptions, Describe, NodeCore, NodeEvent
 from kvasir_proto.placement.inventory import ModelShape
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest
@@ -145,6 +146,7 @@ class NodeDuty:
         self._known = files.load_swarm()
         self._contact = "looking for the swarm"
         self._model: ModelOnDisk | None = None
+        self._said: CapabilityRecord | None = None
         self._core: CoreDriver | None = None
         self._network: SwarmNetwork | None = None
         self._holder: HolderDuty | None = None
@@ -159,10 +161,11 @@ class NodeDuty:
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
         clocks = self._clocks()
+        self._said = self._capability()
         core = NodeCore(
             private_key=self._node_key,
             swarm=known.swarm,
-            capability=self._capability(self._model),
+            capability=self._said,
             model=ModelShape.of(self._model.stored.manifest),
             options=self._settings.core,
             stored=self._files.load_slots(),
@@ -209,6 +212,7 @@ class NodeDuty:
             start_engine=start_engine,
             next_generation=self._next_generation,
             settings=self._settings.holder,
+            note_speed=self._note_speed,
             now=self._now,
             wall_time=self._wall_time,
         )
@@ -222,6 +226,7 @@ class NodeDuty:
             start_engine=start_engine,
             next_generation=self._next_generation,
             settings=self._settings.backbone,
+            note_trunk=self._note_trunk,
             now=self._now,
             wall_time=self._wall_time,
         )
@@ -246,10 +251,14 @@ class NodeDuty:
         invite = self._files.load_invite()
         return invite.electorate_digest if invite is not None and invite.swarm == swarm.digest else None
 
-    def _capability(self, model: ModelOnDisk) -> CapabilityRecord:
-        """What this node says of itself; the core numbers it and fills in what it holds."""
+    def _capability(self) -> CapabilityRecord:
+        """What this node says of itself at first; the core numbers it and fills in what it holds.
+
+        It stands for experts once its engine is there and has said how fast it is: a plan that took it for as
+        fast as others in the meantime would have to be taken back.
+        """
         settings = self._settings
-        ranks = tuple(rank for rank in settings.ranks if rank == "backbone" or model.has_experts)
+        ranks = tuple(rank for rank in settings.ranks if rank == "backbone")
         return CapabilityRecord(
             node_id=self._host.node_id,
             sequence=0,
@@ -269,6 +278,21 @@ class NodeDuty:
             has_backbone_file="backbone" in ranks,
             headroom_bytes=settings.memory_bytes,
         )
+
+    def _note_speed(self, expert_row_ns: int) -> None:
+        """Its worker engine is there and has measured itself."""
+        self._describe(ranks=self._settings.ranks, expert_row_ns=expert_row_ns)
+
+    def _note_trunk(self, trunk: TrunkLoaded) -> None:
+        """Its backbone engine has loaded the trunk."""
+        headroom_bytes = max(0, self._settings.memory_bytes - trunk.memory_bytes)
+        self._describe(decode_token_ns=trunk.decode_token_ns, headroom_bytes=headroom_bytes)
+
+    def _describe(self, **changes: Any) -> None:
+        assert self._said is not None
+        assert self._core is not None
+        self._said = replace(self._said, **changes)
+        self._core.command(Describe(self._said))
 
     # -- entering ----------------------------------------------------------------------------------
 

@@ -153,7 +153,16 @@ def _self_part(sources: StatusSources, record: CapabilityRecord | None) -> dict[
         "accumulation": record.accumulation if record is not None else "UNKNOWN",
         "certificate": _certificate(sources.swarm, record),
         "memory_bytes": record.memory_bytes if record is not None else 0,
+        **_rates(record),
         "ranks": _ranks(sources, sources.node_id),
+    }
+
+
+def _rates(record: CapabilityRecord | None) -> dict[str, int | None]:
+    """How fast a node says it is; None for what it has not measured."""
+    return {
+        "expert_row_ns": (record.expert_row_ns or None) if record is not None else None,
+        "decode_token_ns": (record.decode_token_ns or None) if record is not None else None,
     }
 
 
@@ -238,6 +247,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "shards": len(shard),
         "shard_bytes": connection.get("shard_bytes", 0),
         "memory_bytes": record.memory_bytes if record is not None else 0,
+        **_rates(record),
         "rtt_ms": round(member.rtt / 1e6, 3) if member.rtt is not None else None,
         "path": member.path,
         "last_seen_s": _seconds(between(member.last_seen, now) if member.last_seen is not None else None),

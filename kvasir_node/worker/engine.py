@@ -23,6 +23,7 @@ from typing import Final
 
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import boottime_ns
+from kvasir_node.engine.processor_limit import processors_allowed
 from kvasir_node.engine.tls import (
     HANDSHAKE_TIMEOUT_S,
     TOKEN_BYTES,
@@ -33,6 +34,7 @@ from kvasir_node.engine.tls import (
 )
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.kernels.speed import measure_row_ns
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
@@ -47,9 +49,11 @@ from kvasir_proto.messages.engine import (
     EngineMessage,
     EngineStatistics,
     ExpectDialler,
+    ExpertsMeasured,
     Listen,
     Listening,
     LoadShard,
+    MeasureExperts,
     QueryStatistics,
     SetFence,
     ShardLoaded,
@@ -115,6 +119,8 @@ class WorkerEngine:
         match message:
             case LoadShard():
                 self._load(message)
+            case MeasureExperts():
+                self._measure(message)
             case Listen():
                 self._listen(message)
             case ExpectDialler():
@@ -147,6 +153,18 @@ class WorkerEngine:
             return
         self._replace(_Loaded(kernel, manifest.digest()))
         self._channel.send(ShardLoaded(message.request, kernel.memory_bytes, shard.digest()))
+
+    def _measure(self, message: MeasureExperts) -> None:
+        try:
+            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            row_ns = measure_row_ns(message.kernel, manifest, message.threads, message.kernel_device)
+        except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
+            self._channel.send(fault_of(message.request, error, "not_measured"))
+            return
+        allowed = processors_allowed() if message.kernel != "opencl" else None
+        if allowed is not None and allowed < message.threads:
+            row_ns = round(row_ns * message.threads / allowed)
+        self._channel.send(ExpertsMeasured(message.request, row_ns))
 
     def _replace(self, loaded: _Loaded) -> None:
         """Serve new connections from this shard; those of the one before go on until they end.

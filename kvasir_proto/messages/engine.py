@@ -171,6 +171,27 @@ class ShardLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureExperts:
+    """Find out how long this model's experts take in that kernel, without loading any of them."""
+
+    kind: ClassVar[str] = "measure_experts"
+    request: Sequence63
+    manifest_path: FilePath
+    threads: ThreadCount
+    kernel: Kernel
+    kernel_device: Word
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMeasured:
+    """The answer to `MeasureExperts`: the time of one row through one expert."""
+
+    kind: ClassVar[str] = "experts_measured"
+    request: Sequence63
+    expert_row_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
 class Listen:
     """Listen for data connections there; port 0 lets the system choose."""
 
@@ -247,7 +268,11 @@ class LoadTrunk:
 
 @dataclass(frozen=True, slots=True)
 class TrunkLoaded:
-    """The answer to `LoadTrunk`; `n_ctx` is what llama.cpp gave, `memory_bytes` the resident set."""
+    """The answer to `LoadTrunk`; `n_ctx` is what llama.cpp gave, `memory_bytes` the resident set.
+
+    `decode_token_ns` is the time of one token without the work of routed experts; 0 where it was not
+    measured: without a hook, or where llama.cpp did not decode it.
+    """
 
     kind: ClassVar[str] = "trunk_loaded"
     request: Sequence63
@@ -256,6 +281,7 @@ class TrunkLoaded:
     n_ctx: PositionCount
     has_tokenizer: bool
     memory_bytes: Count
+    decode_token_ns: Nanoseconds = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +471,8 @@ EngineMessage: TypeAlias = (
     | EngineStatistics
     | LoadShard
     | ShardLoaded
+    | MeasureExperts
+    | ExpertsMeasured
     | Listen
     | Listening
     | ExpectDialler

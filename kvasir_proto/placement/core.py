@@ -244,7 +244,9 @@ class PlacementCore:
         places = self._places()
         previous = self._plan if self._plan is not None and self._fits_model(self._plan) else None
         if previous is None:
-            n_workers = sum(each.is_usable and not each.is_backbone for each in places)
+            n_workers = sum(
+                each.is_usable and not each.is_backbone and bool(each.free_bytes) for each in places
+            )
             if n_workers < self._options.workers_min:
                 return
         epoch, term = self._term

@@ -22,6 +22,10 @@ from kvasir_proto.placement.ranks import output_layers
 PlaceState: TypeAlias = Literal["serving", "joined", "suspect", "draining", "lost"]
 """`suspect` keeps what it has proved to hold and gets nothing new; `draining` and `lost` get nothing."""
 
+ALIKE_WITHIN: Final = 8
+"""Rates that differ by less than 1/8 are taken for equal. More: a member that much slower delays the others.
+Less: the noise of a measurement leaves out equal machines."""
+
 _RATE_NOMINAL: Final = 1000
 """Rows a second of a node when nobody's rate is known: only that all are equal matters then."""
 
@@ -127,6 +131,23 @@ class Speed(NamedTuple):
     def one_row_ns(self) -> int:
         """The soonest that anything can be back."""
         return self.rtt_ns + self.row_ns
+
+
+def as_alike(row_times: Iterable[int]) -> dict[int, int]:
+    """For each measured time of a row, the one that placement reckons with: the same for what hardly differs.
+
+    Times of equal machines differ by some percent, and a place is left out for less than that. From the
+    fastest on, those within 1/8 of the first of a group count as that group's median. 0 stands for no
+    measurement and is in no group.
+    """
+    groups: list[list[int]] = []
+    for each in sorted(row_times):
+        if each == 0:
+            continue
+        if not groups or each * ALIKE_WITHIN > groups[-1][0] * (ALIKE_WITHIN + 1):
+            groups.append([])
+        groups[-1].append(each)
+    return {each: median_low(group) for group in groups for each in group}
 
 
 def speeds_of(places: Sequence[Place]) -> list[Speed]:

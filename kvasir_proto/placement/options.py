@@ -46,7 +46,7 @@ class PlacementOptions:
     """Nodes that one plan may name, the backbone among them."""
 
     workers_min: int = 1
-    """The first plan waits for so many workers."""
+    """The first plan waits for so many workers: nodes that offer memory for experts."""
 
     in_flight_bytes_max: int = 2 << 30
     """Bytes that one step of a transition makes nodes load, beyond what nobody holds yet. Less: gentler and

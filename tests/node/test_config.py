@@ -30,6 +30,7 @@ electors = ["{NODE}"]
 lan = true
 [node]
 ranks = ["bulk", "backbone"]
+memory_mib = 512
 [engine]
 threads = 4
 context_tokens = 8192
@@ -61,7 +62,7 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert configuration.swarm_bootstrap == (ADDRESS,)
     assert (configuration.swarm_workers_min, configuration.swarm_holders) == (3, 2)
     assert (configuration.swarm_electors, configuration.swarm_lan) == ((NODE,), True)
-    assert configuration.node_ranks == ("backbone", "bulk")
+    assert (configuration.node_ranks, configuration.node_memory_mib) == (("backbone", "bulk"), 512)
     assert configuration.engine_threads == 4
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
     assert (configuration.engine_device, configuration.engine_kernel) == ("Vulkan0", "emulated-f16")

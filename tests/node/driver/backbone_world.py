@@ -27,7 +27,7 @@ from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import after, milliseconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import MemberChanged
-from kvasir_proto.messages.engine import ExpectDialler
+from kvasir_proto.messages.engine import ExpectDialler, TrunkLoaded
 from kvasir_proto.messages.membership import MemberState
 from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import HolderFailed, HolderReady, HolderRefused, NodeCommand, PlanReceived
@@ -194,6 +194,8 @@ class TwinBackbone:
         self.plan: Plan | None = None
         self.term = ProvenTerm(0, 0, self.node_id)
         self._renewing = trio.CancelScope()
+        self.trunks: list[TrunkLoaded] = []
+        """What its engines said of their trunks, one after the other."""
         self.duty = BackboneDuty(
             node_key=self.key,
             swarm=self.swarm,
@@ -204,6 +206,7 @@ class TwinBackbone:
             start_engine=self.engines,
             next_generation=self._next_generation,
             settings=self.settings,
+            note_trunk=self.trunks.append,
             now=now,
             wall_time=wall_time,
         )

@@ -12,10 +12,12 @@ from trio.testing import MockClock
 
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import KvasirError
 from kvasir_proto.manifest import ShardSet
-from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
+from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
+from kvasir_proto.placement.plan import Plan
 from kvasir_proto.sampling import Sampling
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.twins import TwinEngine, until
@@ -47,6 +49,69 @@ async def test_nodes_elect_a_backbone_and_serve(
         assert trio.current_time() - started < 20
         assert world.backbone is not None
         assert (await generate(world.backbone)).reason == "length"
+
+
+def own_record(node: TwinNode) -> CapabilityRecord:
+    core = node.duty._core
+    assert core is not None
+    record = core.record_of(node.node_id)
+    assert record is not None
+    return record
+
+
+def plan_of(node: TwinNode) -> Plan:
+    assert node.duty._core is not None
+    plan = node.duty._core.view().plan
+    assert plan is not None
+    return plan
+
+
+async def test_a_node_stands_for_experts_once_its_engine_has_said_how_fast_it_is(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        (node,) = world.start(0)
+        before = []
+        node.engines.before_start = lambda _engine: before.append(own_record(node).ranks)
+        await until(lambda: len(before) == 2)
+        assert before[0] == ("backbone",)
+        await until(lambda: own_record(node).ranks == ("backbone", "output", "bulk"))
+        await until(lambda: own_record(node).decode_token_ns == 9_000_000)
+        said = own_record(node)
+        assert said.expert_row_ns == 5000
+        assert said.headroom_bytes == said.memory_bytes - 1
+        engine = next(each for each in node.engines.all if each.role == "worker")
+        node.engines.before_start = lambda each: setattr(each, "expert_row_ns", 7000)
+        engine.die()
+        await until(lambda: own_record(node).expert_row_ns == 7000)  # another engine, another measurement
+
+
+async def test_an_engine_that_cannot_measure_itself_serves_all_the_same(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        fault = EngineFault(None, "not_measured", "no memory", 1)
+        for node in world.start(0, 1):
+            node.engines.before_start = lambda each: each.refusals.update({MeasureExperts: fault})
+        await until(world.is_ready)
+        assert [own_record(each).expert_row_ns for each in world.nodes] == [0, 0]
+
+
+async def test_a_member_ten_times_slower_is_never_given_experts_and_an_equal_one_is(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone = await ready_nodes(world, 4)
+        (slow,) = world.start(4)
+        slow.engines.before_start = lambda each: setattr(each, "expert_row_ns", 50_000)
+        await until(lambda: slow.life is not None and slow.duty._core is not None)
+        await until(lambda: own_record(slow).expert_row_ns == 50_000)
+        for _ in range(60):
+            await trio.sleep(1.0)
+            assert not len(plan_of(backbone).shard_of(slow.node_id))
+        assert slow.duty.state() == ("ready", "the plan needs nothing of it")
+        (equal,) = world.start(5)
+        await until(lambda: len(plan_of(backbone).shard_of(equal.node_id)) > 0)
 
 
 async def ready_nodes(world: NodeWorld, n_nodes: int, n_electors: int | None = None) -> TwinNode:

@@ -149,7 +149,7 @@ MEMBER_KEYS = {
         "device",
     ),
     *("accumulation", "certificate", "ranks", "shards", "shard_bytes", "memory_bytes", "rtt_ms", "path"),
-    *("last_seen_s", "clock_offset_s", "addresses"),
+    *("last_seen_s", "clock_offset_s", "addresses", "expert_row_ns", "decode_token_ns"),
 }
 
 
@@ -265,7 +265,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
     view = served(
         plan_of_equals(), SECOND, THIRD, fence=ProvenTerm(0, 3, OWN), members=(member(SECOND), member(FIFTH))
     )
-    said = record(SECOND, accumulation="F32", device="zen4")
+    said = record(SECOND, accumulation="F32", device="zen4", expert_row_ns=4600)
     members = document(view, {SECOND: said}, swarm=swarm_with())["members"]
     assert all(set(each) == MEMBER_KEYS for each in members)
     assert members[0] == {
@@ -285,6 +285,8 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "shards": 16,
         "shard_bytes": 0,
         "memory_bytes": 1 << 30,
+        "expert_row_ns": 4600,
+        "decode_token_ns": None,
         "rtt_ms": 2.0,
         "path": "direct",
         "last_seen_s": 0.5,

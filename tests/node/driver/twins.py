@@ -39,6 +39,7 @@ from kvasir_proto.messages.engine import (
     EngineStatistics,
     EvaluateLogits,
     ExpectDialler,
+    ExpertsMeasured,
     Generate,
     HolderConnected,
     HolderLost,
@@ -48,6 +49,7 @@ from kvasir_proto.messages.engine import (
     LoadShard,
     LoadTrunk,
     LogitsEvaluated,
+    MeasureExperts,
     OwnShardLoaded,
     QueryStatistics,
     RemoveHolder,
@@ -175,6 +177,8 @@ class TwinEngine:
         self.own: LoadOwnShard | None = None
         """What a backbone holds itself."""
         self.address = ("", 0)
+        self.expert_row_ns = 5000
+        """What a worker's measurement of itself gives."""
         self._sessions: dict[SessionId, Generate] = {}
         self._stream = theirs
         self.engine = Engine(role, cast(Any, self.process), cast(Any, ours))
@@ -244,6 +248,8 @@ class TwinEngine:
             case Listen():
                 self.address = (message.host, message.port or 5000 + self.process.pid)
                 await self.say(Listening(*self.address))
+            case MeasureExperts():
+                await self.say(ExpertsMeasured(message.request, self.expert_row_ns))
             case LoadShard():
                 shard = ShardSet.decode(message.shard)
                 await self.say(ShardLoaded(message.request, 1000, shard.digest()))
@@ -251,7 +257,7 @@ class TwinEngine:
                 self.expected[message.token] = message
                 await self.say(DiallerExpected(message.token))
             case LoadTrunk():
-                await self.say(TrunkLoaded(message.request, 4, 96, message.n_ctx, True, 1))
+                await self.say(TrunkLoaded(message.request, 4, 96, message.n_ctx, True, 1, 9_000_000))
             case ConnectHolder():
                 await self._connect(message)
             case LoadOwnShard():

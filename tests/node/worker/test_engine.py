@@ -38,9 +38,11 @@ from kvasir_proto.messages.engine import (
     EngineMessage,
     EngineStatistics,
     ExpectDialler,
+    ExpertsMeasured,
     Listen,
     Listening,
     LoadShard,
+    MeasureExperts,
     QueryStatistics,
     SetFence,
     SetLease,
@@ -224,6 +226,25 @@ def test_a_shard_is_loaded_and_measured(worker: Worker) -> None:
     assert loaded.shard_digest == shard.digest()
     assert loaded.memory_bytes >= worker.manifest.shard_size_bytes(shard)
     assert worker.statistics()["memory_bytes"] == loaded.memory_bytes
+
+
+@pytest.mark.parametrize(
+    "allowed, threads, expected", [(None, 1, 4000), (0.1, 1, 40_000), (2.0, 1, 4000), (2.0, 4, 8000)]
+)
+def test_it_measures_itself_and_says_what_a_limit_of_its_processors_leaves(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, allowed: float | None, threads: int, expected: int
+) -> None:
+    monkeypatch.setattr(engine_module, "measure_row_ns", lambda *_all: 4000)
+    monkeypatch.setattr(engine_module, "processors_allowed", lambda: allowed)
+    request = MeasureExperts(7, str(worker.manifest_path), threads, "ggml-cpu", "auto")
+    assert worker.tell(request, ExpertsMeasured) == ExpertsMeasured(7, expected)
+
+
+def test_what_cannot_be_measured_is_a_fault(worker: Worker, tmp_path: Path) -> None:
+    request = MeasureExperts(7, str(worker.manifest_path), 1, "ggml-cpu", "auto")
+    assert worker.tell(request, ExpertsMeasured).expert_row_ns > 0
+    fault = worker.tell(MeasureExperts(8, str(tmp_path / "nothing"), 1, "ggml-cpu", "auto"), EngineFault)
+    assert (fault.request, fault.code) == (8, "not_measured")
 
 
 @pytest.mark.parametrize("what", ["manifest", "manifest-bytes", "source", "shard", "layer"])

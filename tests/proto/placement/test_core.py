@@ -90,7 +90,11 @@ def test_the_first_plan_waits_for_enough_workers() -> None:
     swarm.tell()
     swarm.run(60)
     assert swarm.plans == []
-    swarm.places.append(worker(1))
+    swarm.places.append(worker(1, memory_bytes=0))
+    swarm.tell()
+    swarm.run(60)
+    assert swarm.plans == [], "who offers nothing is no worker, or not yet"
+    swarm.places[1] = worker(1)
     swarm.tell()
     swarm.run(1)
     (first,) = swarm.plans
