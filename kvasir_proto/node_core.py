@@ -741,9 +741,7 @@ class NodeCore:
             case MemberChanged():
                 self._hear_of_member(event, now)
             case RecordHint():
-                known = self._book.record_of(event.node_id)
-                if known is None or known.sequence < event.sequence:
-                    self._book.command(Fetch(event.node_id, event.digest, event.from_node), now)
+                self._hear_of_hint(event, now)
             case SelfConflicted():
                 self._note_conflict(event.reason, now)
             case IdentityContested():
@@ -794,6 +792,14 @@ class NodeCore:
         if standing is not None or (fence is not None and fence.backbone == event.node_id):
             # Nothing follows from who never said what it is.
             self._note_change(now.instant)
+
+    def _hear_of_hint(self, hint: RecordHint, now: Now) -> None:
+        known = self._book.record_of(hint.node_id)
+        if hint.sequence > (known.sequence if known is not None else 0):
+            self._book.command(Fetch(hint.node_id, hint.digest, hint.from_node), now)
+        if known is not None:
+            digest = self._book.digest_of(hint.node_id) or hint.digest
+            self._membership.command(NoteRecord(hint.node_id, known.sequence, digest), now)
 
     def _hear_of_record(self, event: RecordChanged, now: Now) -> None:
         before = self._standing.get(event.node_id)

@@ -78,9 +78,10 @@ def _tell_of_members(subjects: Sequence[NodeCore], observers: Sequence[NodeCore]
             if entry is None:
                 entry = Entry(node_id, claim)
                 entry.told = (claim.state, "well")
-                table.add(entry, claim, NOBODY)
+                table.add(entry, claim, NOBODY, Instant(0))
             elif node_id != own:
                 table.put(entry, claim, NOBODY, Instant(0))
+            entry.record_noted = claim.record_sequence
         membership._recount()
         for key in list(membership._broadcasts._level_of):
             membership._broadcasts.discard(key)

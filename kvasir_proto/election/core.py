@@ -418,6 +418,10 @@ class ElectionCore:
     # --- electing -------------------------------------------------------------------------------------------
 
     def _set_candidacy(self, request: SetCandidacy, now: Instant) -> None:
+        if self._stand_at is not None and request.position > self._position:
+            # It has heard of better ones since it decided when to stand: they go first all the same.
+            later = Duration((request.position - self._position) * self._options.step)
+            self._stand_at = after(self._stand_at, later)
         self._position = request.position
         if request.is_fit and not self._is_fit:
             self._is_fit = True

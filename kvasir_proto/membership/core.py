@@ -2,8 +2,9 @@
 
 It watches its view by probes, asks helpers where a direct answer is missing, gives a suspect time to refute,
 passes claims on, and compares tables with a random member now and then, which is also how a newcomer gets its
-first one. What the transport reports (`ConnectionLost`) only makes it look sooner. It refuses to know what a
-member can do, who is backbone, and how messages travel; each is best effort.
+first one. Whom only others speak of is neither watched nor counted nor passed on before it has shown itself,
+by its record or by a word of its own. What the transport reports (`ConnectionLost`) only makes it look
+sooner. It refuses to know what a member can do, who is backbone, and how messages travel: as best they can.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from kvasir_proto.membership.events import (
 from kvasir_proto.membership.health import Health
 from kvasir_proto.membership.options import (
     BROADCASTS_MAX,
+    HEARSAY_LIFETIME,
     INCARNATION_BLOCK,
+    INCARNATION_HEARSAY_MAX,
     INCARNATION_STEP_MAX,
     MEMBERS_MAX,
     PROBES_MAX,
+    RECORD_HINT_INTERVAL,
+    RECORD_HINTS_MAX,
     RELAYS_MAX,
     SEEDS_MAX,
     MembershipOptions,
@@ -176,12 +181,13 @@ class MembershipCore:
         self._parts_given = 0
         self._parts_since = now.instant
         self._full_told = False
+        self._hinting = False
 
         first_free = 1 if stored is None else decode(stored, RESERVED_INCARNATIONS).first_free
         self._reserve(first_free)
         claim = Claim(first_free, "alive", entropy.randbytes(INSTANCE_SIZE), 0, NO_RECORD)
         self._self = Entry(node_id, claim)
-        self._table.add(self._self, claim, NOBODY)
+        self._table.add(self._self, claim, NOBODY, now.instant)
         self._broadcasts.add(self._self.key)
         self._recount()
 
@@ -263,13 +269,17 @@ class MembershipCore:
     # --- snapshots ------------------------------------------------------------------------------------------
 
     def members(self) -> tuple[Member, ...]:
-        """Every other member this node remembers, by id."""
-        return tuple(self._snapshot(entry) for entry in self._table.in_order() if entry is not self._self)
+        """Every other member this node remembers and that is more than hearsay, by id."""
+        return tuple(
+            self._snapshot(entry)
+            for entry in self._table.in_order()
+            if entry.is_shown and entry is not self._self
+        )
 
     def member(self, node_id: NodeId) -> Member | None:
         """One other member, if it is known."""
         entry = self._table.get(node_id)
-        return None if entry is None or entry is self._self else self._snapshot(entry)
+        return None if entry is None or not entry.is_shown or entry is self._self else self._snapshot(entry)
 
     def is_live(self, node_id: NodeId) -> bool:
         """Whether this is a live member, suspected or not; this node itself is one."""
@@ -374,6 +384,8 @@ class MembershipCore:
             if entry is None:
                 return None
             self._compare_with(sender, now)
+        elif not entry.is_shown:
+            self._hear_from_hearsay(entry, incarnation, instance, now)
         entry.last_seen = now.instant
         if instance != entry.heard_instance:
             self._hear_instance(entry, instance, now)
@@ -383,7 +395,7 @@ class MembershipCore:
             state = TRANSITIONS[claim.state, "newer_incarnation"]
             self._believe(
                 entry,
-                Claim(incarnation, state, instance, 0, NO_RECORD),
+                Claim(incarnation, state, instance, *claim[3:]),
                 now,
                 "it says itself that it is alive",
             )
@@ -394,6 +406,13 @@ class MembershipCore:
                 self._mark_conflict(entry, now)
             self._correct(entry, message, now)
         return entry
+
+    def _hear_from_hearsay(self, entry: Entry, incarnation: int, instance: bytes, now: Now) -> None:
+        """Somebody of whom only others spoke speaks itself: nothing they said of its run counts any more."""
+        said = Claim(incarnation, "alive", instance, *entry.claim[3:])
+        self._table.put(entry, said, NOBODY, now.instant)
+        self._show(entry, "it joined", now)
+        self._compare_with(entry.node_id, now)
 
     def _correct(self, entry: Entry, message: MembershipMessage, now: Now) -> None:
         """Tell a member what is said of it, so that it can refute; an `Ack` to its `Ping` will do that."""
@@ -415,6 +434,9 @@ class MembershipCore:
             # Tombstones of members we never knew would be handed on for ever, each time as new.
             if claim.state in ("alive", "suspect"):
                 self._enter(node_id, claim, source, now, update.accuser)
+            return
+        if not entry.is_shown:
+            self._apply_hearsay(entry, claim, source, now, update.accuser)
             return
         known = entry.claim
         if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
@@ -438,13 +460,29 @@ class MembershipCore:
         ):
             self._confirm(entry, update.accuser, now)
 
+    def _apply_hearsay(self, entry: Entry, claim: Claim, source: NodeId, now: Now, accuser: bytes) -> None:
+        """Somebody speaks again of a member that has not shown itself."""
+        if claim.incarnation > INCARNATION_HEARSAY_MAX:
+            return
+        known = entry.claim
+        merged = merge(known, claim)
+        if merged.state not in LIVE:
+            self._table.remove(entry.node_id)
+        elif merged is not known:
+            self._table.put(entry, merged, accuser if merged.state == "suspect" else NOBODY, now.instant)
+            entry.heard_from = source
+            self._hint(entry)
+
     def _enter(
         self, node_id: NodeId, claim: Claim, source: NodeId, now: Now, accuser: bytes = NOBODY
     ) -> Entry | None:
-        """A member that was unknown. None if there is no room for it."""
-        entry = Entry(node_id, claim)
+        """A member that was unknown: itself, or hearsay. None if there is no room for it."""
+        is_itself = source == node_id
+        if not is_itself and claim.incarnation > INCARNATION_HEARSAY_MAX:
+            return None
+        entry = Entry(node_id, claim, heard_from=None if is_itself else source)
         try:
-            forgotten = self._table.add(entry, claim, accuser)
+            forgotten = self._table.add(entry, claim, accuser, now.instant)
         except OverflowError:
             if not self._full_told:
                 self._full_told = True
@@ -452,18 +490,60 @@ class MembershipCore:
             return None
         if forgotten is not None:
             self._broadcasts.discard(Entry(forgotten, claim).key)
-        self._view.add(node_id)
-        self._recount()
         self._answer_changes += 1
         self._answer_news += 1
-        # Who downloads a whole table does not repeat it: those it comes from know it.
-        self._broadcasts.add(entry.key, FRESH if source == self._asked else 0)
-        if claim.state == "suspect":
-            self._suspect(entry, accuser, now)
-        if claim.record_sequence:
-            self._effects.append(RecordHint(node_id, claim.record_sequence, claim.record_digest, source))
-        self._tell(entry, "it joined" if source == node_id else "others know it")
+        if is_itself:
+            self._count_in(entry, "it joined", now)
+        else:
+            self._hint(entry)
+            self._hint_later(now)
         return entry
+
+    def _show(self, entry: Entry, reason: str, now: Now) -> None:
+        """Hearsay has turned out to be somebody: it counts, is watched and is passed on from now on."""
+        self._table.show(entry)
+        self._count_in(entry, reason, now)
+
+    def _count_in(self, entry: Entry, reason: str, now: Now) -> None:
+        self._view.add(entry.node_id)
+        self._recount()
+        # Who downloads a whole table does not repeat it: those it comes from know it.
+        was_downloaded = entry.heard_from is not None and entry.heard_from == self._asked
+        self._broadcasts.add(entry.key, FRESH if was_downloaded else 0)
+        if entry.claim.state == "suspect":
+            self._suspect(entry, entry.accuser, now)
+        self._tell(entry, reason)
+
+    def _hint(self, entry: Entry) -> None:
+        """Ask for what is not known here: a member's newer record, or whether hearsay is anybody."""
+        claim = entry.claim
+        if not entry.is_shown or claim.record_sequence > entry.record_noted:
+            source = entry.heard_from or entry.node_id
+            self._effects.append(
+                RecordHint(entry.node_id, claim.record_sequence, claim.record_digest, source)
+            )
+
+    def _hint_later(self, now: Now) -> None:
+        if not self._hinting:
+            self._hinting = True
+            self._at(after(now.instant, RECORD_HINT_INTERVAL), self._hint_again)
+
+    def _hint_again(self, now: Now, due: Instant, _: Any) -> None:
+        """Forget hearsay that nobody showed in time; ask for the records of the rest, a part at a time."""
+        hearsay = self._table.hearsay
+        for node_id in list(hearsay):
+            if between(hearsay[node_id], now.instant) < HEARSAY_LIFETIME:
+                break
+            self._table.remove(node_id)
+        self._hinting = bool(hearsay)
+        if not self._hinting:
+            return
+        waiting = list(hearsay)
+        if len(waiting) > RECORD_HINTS_MAX:
+            waiting = self._entropy.sample(waiting, RECORD_HINTS_MAX)
+        for node_id in waiting:
+            self._hint(self._table[node_id])
+        self._at(after(now.instant, RECORD_HINT_INTERVAL), self._hint_again)
 
     def _believe(
         self,
@@ -529,10 +609,14 @@ class MembershipCore:
 
     def _note_record(self, request: NoteRecord, now: Now) -> None:
         entry = self._table.get(request.node_id)
-        if entry is None or entry is self._self or (request.sequence, request.digest) <= entry.claim[3:]:
+        if entry is None or entry is self._self:
             return
-        claim = entry.claim._replace(record_sequence=request.sequence, record_digest=request.digest)
-        self._table.put(entry, claim, entry.accuser, now.instant)
+        entry.record_noted = max(entry.record_noted, request.sequence)
+        if (request.sequence, request.digest) > entry.claim[3:]:
+            claim = entry.claim._replace(record_sequence=request.sequence, record_digest=request.digest)
+            self._table.put(entry, claim, entry.accuser, now.instant)
+        if not entry.is_shown:
+            self._show(entry, "others know it", now)
 
     # --- ourselves ------------------------------------------------------------------------------------------
 
@@ -905,7 +989,8 @@ class MembershipCore:
     def _relay(self, request: PingRequest, entry: Entry, now: Now) -> None:
         """Probe a member for somebody else."""
         target = self._table.get(request.target)
-        if target is None or target is self._self or len(self._relays) >= RELAYS_MAX:
+        is_known = target is not None and target.is_shown and target is not self._self
+        if target is None or not is_known or len(self._relays) >= RELAYS_MAX:
             reached = target is self._self
             self._send(
                 entry.node_id, ProbeResult(request.sequence, request.target, reached, *self._run(), b"")
@@ -1151,6 +1236,23 @@ class MembershipCore:
                 del self._conflicts[node_id]
                 conflicted.conflicted_until = None
                 self._tell(conflicted, "no sign of a second process any more")
+        self._hint_at_newer_records()
+
+    def _hint_at_newer_records(self) -> None:
+        """Members whose record was lost on its way, refused, or displaced: let it be asked for once more."""
+        behind = [
+            each
+            for each in self._table.in_order()
+            if each.is_live and each is not self._self and self._is_behind(each)
+        ]
+        if len(behind) > RECORD_HINTS_MAX:
+            behind = self._entropy.sample(behind, RECORD_HINTS_MAX)
+        for entry in behind:
+            self._hint(entry)
+
+    @staticmethod
+    def _is_behind(entry: Entry) -> bool:
+        return entry.claim.record_sequence > entry.record_noted
 
 
 def _cancel(timer: Timer | None) -> None:

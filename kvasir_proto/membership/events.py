@@ -46,7 +46,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class NoteRecord:
-    """A member's record has come by itself: nobody need be asked for it, and hints of it are no news."""
+    """A member's record counts here: nobody need be asked for it, and it is more than hearsay from now on."""
 
     node_id: NodeId
     sequence: int
@@ -69,7 +69,10 @@ class MemberChanged:
 
 @dataclass(frozen=True, slots=True)
 class RecordHint:
-    """Somebody says that this is the member's newest record."""
+    """Somebody says that this is the member's newest record; said again until `NoteRecord` says it came.
+
+    `sequence` is 0 where nobody named one: is the node known by its record all the same?
+    """
 
     node_id: NodeId
     sequence: int

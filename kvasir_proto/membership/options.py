@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvasir_proto.instants import Duration, milliseconds, seconds
+from kvasir_proto.messages.membership import INCARNATION_MAX
 
 MEMBERS_MAX: Final = 4096
-"""Members a node remembers, tombstones included. When full, the oldest tombstone goes; if there is none, the
-newcomer is refused and a notice says so. Invented members answer no probe, die, and so make room."""
+"""Members a node remembers, tombstones and hearsay included. When full, the oldest hearsay goes, then the
+oldest tombstone; if there is neither, the newcomer is refused and a notice says so."""
+HEARSAY_LIFETIME: Final[Duration] = seconds(30)
+"""How long a member that only others spoke of is remembered if neither its record nor itself turns up. Until
+then it is neither counted nor watched nor passed on: nobody fills a swarm with members that it invented."""
+RECORD_HINT_INTERVAL: Final[Duration] = seconds(1)
+"""How often the records of hearsay are asked for again; each sweep asks for those of members too."""
+RECORD_HINTS_MAX: Final = 128
+"""So many at a time: a newcomer's table of thousands is known within half a minute."""
 SEEDS_MAX: Final = 64
 """Ids of the bootstrap list that are tried for ever."""
 PROBES_MAX: Final = 16
@@ -25,6 +33,8 @@ BROADCASTS_MAX: Final = 512
 """Claims waiting to be repeated; when full, the one that was repeated most is dropped."""
 INCARNATION_BLOCK: Final = 64
 """Incarnations reserved on disk at a time: one write for so many refutations."""
+INCARNATION_HEARSAY_MAX: Final = INCARNATION_MAX // 2
+"""What third parties may say of a node that is not known here: it can still rise above it, for ever."""
 INCARNATION_STEP_MAX: Final = 1 << 20
 """How far above what we know of a member a third party may claim it to be: a liar cannot use up the range."""
 

@@ -3,7 +3,9 @@
 An entry holds the claim that won, and beside it what this node alone has seen of the member. The digest of a
 bucket is the sum of a hash of each live member's claim (suspicion left out: it comes and goes), kept up to
 date with every change, so that comparing costs nothing. Tombstones are kept in the order of their deaths and
-are in no digest: two nodes may forget one at different times. What news means is decided elsewhere.
+are in no digest: two nodes may forget one at different times. A member that only others spoke of, and whose
+record nobody has shown, is *hearsay*: it is in the digests, so that a table that was just downloaded compares
+equal, and counts for nothing else; in a full table it gives way first. What news means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +73,10 @@ class Suspicion:
 
 
 class Entry:
-    """One member: the claim that won, and what this node has seen itself."""
+    """One member: the claim that won, and what this node has seen itself.
+
+    `is_shown` once it has spoken to this node, or its record counts here; else it is hearsay of `heard_from`.
+    """
 
     __slots__ = (
         "accuser",
@@ -81,7 +86,9 @@ class Entry:
         "clock_wrong",
         "conflicted_until",
         "corrected",
+        "heard_from",
         "heard_instance",
+        "is_shown",
         "key",
         "last_seen",
         "misses",
@@ -91,6 +98,7 @@ class Entry:
         "previous_instance",
         "probe",
         "reason",
+        "record_noted",
         "rtt",
         "rtt_variation",
         "share",
@@ -99,10 +107,14 @@ class Entry:
         "told",
     )
 
-    def __init__(self, node_id: NodeId, claim: Claim) -> None:
+    def __init__(self, node_id: NodeId, claim: Claim, *, heard_from: NodeId | None = None) -> None:
+        """With `heard_from` it is hearsay of that node."""
         self.node_id = node_id
         self.key = public_key_of(node_id)
         self.claim = claim
+        self.heard_from = heard_from
+        self.is_shown = heard_from is None
+        self.record_noted = 0
         self.accuser = NOBODY
         self.packed = b""
         self.share = 0
@@ -126,8 +138,8 @@ class Entry:
 
     @property
     def is_live(self) -> bool:
-        """Whether it counts as a member, rather than as a tombstone."""
-        return self.claim.state in LIVE
+        """Whether it counts as a member, rather than as a tombstone or hearsay."""
+        return self.is_shown and self.claim.state in LIVE
 
     @property
     def condition(self) -> Condition:
@@ -179,6 +191,7 @@ class Table:
         self.digests = [bytes(BUCKET_DIGEST_SIZE)] * BUCKETS
         self.live_count = 0
         self.tombstones: dict[NodeId, Instant] = {}
+        self.hearsay: dict[NodeId, Instant] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -199,32 +212,36 @@ class Table:
         return [self._entries[node_id] for node_id in sorted(self._entries)]
 
     def bucket(self, index: int) -> list[Entry]:
-        """A bucket's entries, tombstones included, by key."""
+        """A bucket's entries, tombstones included and hearsay left out, by key."""
         bucket = self._buckets[index]
-        return [bucket[key] for key in sorted(bucket)]
+        return [entry for key in sorted(bucket) if (entry := bucket[key]).is_shown]
 
-    def add(self, entry: Entry, claim: Claim, accuser: bytes) -> NodeId | None:
-        """Enter a new member. If the table was full, its oldest tombstone gives way and is named.
+    def add(self, entry: Entry, claim: Claim, accuser: bytes, now: Instant) -> NodeId | None:
+        """Enter somebody new. If the table was full, whoever was forgotten for it is named.
 
-        Raises `OverflowError` if nobody in a full table is dead.
+        The oldest hearsay gives way first, then the oldest tombstone. Raises `OverflowError` where all are
+        live members.
         """
         forgotten = None
         if len(self._entries) >= self._members_max:
-            forgotten = next(iter(self.tombstones), None)
+            forgotten = next(iter(self.hearsay), None) or next(iter(self.tombstones), None)
             if forgotten is None:
                 raise OverflowError("the table is full of live members")
             self.remove(forgotten)
         self._entries[entry.node_id] = entry
         self._buckets[entry.key[0] % BUCKETS][entry.key] = entry
-        if claim.state in LIVE:
-            self.live_count += 1
         self._write(entry, claim, accuser)
+        if not entry.is_shown:
+            self.hearsay[entry.node_id] = now
+        elif entry.is_live:
+            self.live_count += 1
         return forgotten
 
     def put(self, entry: Entry, claim: Claim, accuser: bytes, now: Instant) -> None:
-        """A known member's claim has changed."""
-        was_live, is_live = entry.is_live, claim.state in LIVE
+        """A known member's claim has changed; what is said of hearsay stays hearsay, and lives for it."""
+        was_live = entry.is_live
         self._write(entry, claim, accuser)
+        is_live = entry.is_live
         if was_live and not is_live:
             self.live_count -= 1
             self.tombstones[entry.node_id] = now
@@ -232,17 +249,29 @@ class Table:
             self.live_count += 1
             del self.tombstones[entry.node_id]
 
+    def show(self, entry: Entry) -> None:
+        """Hearsay has turned out to be somebody."""
+        entry.is_shown = True
+        del self.hearsay[entry.node_id]
+        self.live_count += 1
+
     def remove(self, node_id: NodeId) -> None:
-        """Forget a tombstone."""
+        """Forget a tombstone, or hearsay."""
         entry = self._entries.pop(node_id)
-        del self._buckets[entry.key[0] % BUCKETS][entry.key]
-        del self.tombstones[node_id]
+        index = entry.key[0] % BUCKETS
+        del self._buckets[index][entry.key]
+        if entry.share:
+            self._sum(index, -entry.share)
+        self.hearsay.pop(node_id, None)
+        self.tombstones.pop(node_id, None)
 
     def _write(self, entry: Entry, claim: Claim, accuser: bytes) -> None:
         entry.accuser = accuser
         entry.claim, entry.packed, share = _written(entry.node_id, claim, accuser)
         if share != entry.share:
-            index = entry.key[0] % BUCKETS
-            self._sums[index] = (self._sums[index] + share - entry.share) & _SUM_MASK
-            self.digests[index] = self._sums[index].to_bytes(BUCKET_DIGEST_SIZE, "big")
+            self._sum(entry.key[0] % BUCKETS, share - entry.share)
             entry.share = share
+
+    def _sum(self, index: int, change: int) -> None:
+        self._sums[index] = (self._sums[index] + change) & _SUM_MASK
+        self.digests[index] = self._sums[index].to_bytes(BUCKET_DIGEST_SIZE, "big")

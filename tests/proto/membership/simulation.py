@@ -1,7 +1,8 @@
 """A swarm of membership cores on an event queue, through the codec: for these tests alone.
 
 The network's faults are plain attributes that a test changes as it goes; a `link` hook decides about single
-messages. Every node has its own wall clock.
+messages. Every node has its own wall clock. Records are modelled by their names alone: whoever hears of one
+has it a moment later.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from kvasir_proto.effects import Notice, Now, Persist, Send
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.membership.core import MembershipCore
-from kvasir_proto.membership.events import ConnectionLost, Leave, Seed
+from kvasir_proto.membership.events import (
+    AnnounceRecord,
+    ConnectionLost,
+    Leave,
+    NoteRecord,
+    RecordHint,
+    Seed,
+)
 from kvasir_proto.membership.options import LAN, MembershipOptions
 from kvasir_proto.messages.membership import MEMBERSHIP
 
 SECOND = 1_000_000_000
 MILLISECOND = 1_000_000
+RECORD = b"r" * 32
+FETCHING = 20 * MILLISECOND
+SPREADING = 300 * MILLISECOND
 EPOCH_WALL = 1_800_000_000 * SECOND
 
 NODE_IDS = [node_id_of(random.Random(number).randbytes(32)) for number in range(2100)]
@@ -75,6 +86,8 @@ class Swarm:
         )
         node = Node(name, core, skew, stored)
         self.nodes[name] = node
+        core.command(AnnounceRecord(self.now + 1, RECORD), self._clock(skew))
+        self._publish(NoteRecord(name, self.now + 1, RECORD))
         if seeds:
             core.command(Seed(seeds), self._clock(skew))
         self._settle(node)
@@ -194,6 +207,9 @@ class Swarm:
                 self._carry(node.name, effect)
             elif isinstance(effect, Persist):
                 node.stored = effect.data
+            elif isinstance(effect, RecordHint) and effect.node_id in self.nodes:
+                fetched = NoteRecord(effect.node_id, effect.sequence, effect.digest)
+                self._push(self.now + FETCHING, "call", partial(self._note, node, fetched))
             elif self.keep_events:
                 self.events.append((self.now, node.name, effect))
             else:
@@ -202,6 +218,16 @@ class Swarm:
         if deadline is not None and (node.armed is None or deadline < node.armed or node.armed < self.now):
             node.armed = max(deadline, self.now)
             self._push(node.armed, "tick", node)
+
+    def _publish(self, record: NoteRecord) -> None:
+        for other in self.nodes.values():
+            if self.link(record.node_id, other.name):
+                self._push(self.now + SPREADING, "call", partial(self._note, other, record))
+
+    def _note(self, node: Node, request: NoteRecord) -> None:
+        if not (node.dead or node.paused) and self.nodes[node.name] is node:
+            node.core.command(request, self._clock(node.skew))
+            self._settle(node)
 
     def _carry(self, sender: NodeId, effect: Send) -> None:
         data = encode(effect.message)

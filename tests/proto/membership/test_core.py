@@ -24,7 +24,14 @@ from kvasir_proto.membership.events import (
     Seed,
     SelfConflicted,
 )
-from kvasir_proto.membership.options import INCARNATION_BLOCK, INCARNATION_STEP_MAX, LAN, MEMBERS_MAX
+from kvasir_proto.membership.options import (
+    HEARSAY_LIFETIME,
+    INCARNATION_BLOCK,
+    INCARNATION_HEARSAY_MAX,
+    INCARNATION_STEP_MAX,
+    LAN,
+    MEMBERS_MAX,
+)
 from kvasir_proto.messages.membership import (
     BUCKET_DIGEST_SIZE,
     BUCKETS,
@@ -51,10 +58,11 @@ RUN = b"instance"
 
 
 class Lone:
-    """One core, a clock moved by hand, and what it said."""
+    """One core, a clock moved by hand, and what it said. With `shows` every record that is named is there."""
 
-    def __init__(self, stored: bytes | None = None) -> None:
+    def __init__(self, stored: bytes | None = None, *, shows: bool = True) -> None:
         self.now = 0
+        self.shows = shows
         self.said: list[Any] = []
         self.core = MembershipCore(
             node_id=ME, options=LAN, stored=stored, entropy=random.Random(1), now=self._clock()
@@ -71,7 +79,11 @@ class Lone:
 
     def hears(self, message: Any, sender: NodeId) -> list[Any]:
         self.core.receive(message, sender, self._clock())
-        return self._take()
+        said = self._take()
+        if self.shows:
+            for hint in of_type(said, RecordHint):
+                said += self.is_asked(NoteRecord(hint.node_id, hint.sequence, hint.digest))
+        return said
 
     def is_asked(self, request: Any) -> list[Any]:
         self.core.command(request, self._clock())
@@ -223,6 +235,125 @@ def test_a_full_table_refuses_the_newcomer_and_says_so_once() -> None:
         lone.hears(gossip(*(key + blank for key in keys[start : start + 8])), ONE)
     assert len(lone.core.members()) == MEMBERS_MAX - 1
     assert sum(getattr(each, "event", "") == "members_full" for each in lone.said) == 1
+
+
+# --- hearsay ------------------------------------------------------------------------------------------------
+
+
+def invented(count: int) -> list[bytes]:
+    """Claims about members that nobody ever was."""
+    blank = claim(ONE, sequence=5)[32:]
+    return [random.Random(number).randbytes(32) + blank for number in range(20_000, 20_000 + count)]
+
+
+def test_whom_only_others_speak_of_is_neither_counted_nor_watched_nor_passed_on() -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(), ONE)
+    before = lone.core.live_count
+    claims = invented(80)
+    said = [each for at in range(0, 80, 8) for each in lone.hears(gossip(*claims[at : at + 8]), ONE)]
+    assert len({each.node_id for each in of_type(said, RecordHint)}) == 80, "their records are asked for"
+    said += lone.waits(SECOND)
+    assert lone.core.live_count == before
+    assert [each.node_id for each in lone.core.members()] == [ONE]
+    assert lone.core.view() == (ONE,)
+    assert {each.to for each in said if isinstance(each, Send)} == {ONE}
+    passed_on = [
+        each for message in messages(said, Gossip) + messages(said, Ping) for each in claims_in(message)
+    ]
+    assert {each.node_id for each in passed_on} <= {ME, ONE}
+    lone.core.receive(ViewRequest(bytes(BUCKETS * BUCKET_DIGEST_SIZE), 1, RUN), ONE, lone._clock())
+    given = [each for part in messages(lone._take(), ViewPart) for each in claims_in(part)]
+    assert {each.node_id for each in given} <= {ME, ONE}
+
+
+def test_hearsay_is_asked_after_for_a_while_and_then_forgotten_without_a_trace() -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(), ONE)
+    digest = lone.core.table_digest()
+    lone.hears(gossip(*invented(3)), ONE)
+    assert lone.core.table_digest() != digest
+    hints = of_type(lone.waits(HEARSAY_LIFETIME - SECOND), RecordHint)
+    assert 3 * 25 < len(hints) <= 3 * 30
+    lone.waits(3 * SECOND)
+    assert of_type(lone.waits(10 * SECOND), RecordHint) == []
+    assert {each.node_id for each in lone.core._table.in_order()} == {ME, ONE}
+
+
+@pytest.mark.parametrize("way", ["record", "own word"])
+def test_who_shows_itself_is_a_member_whatever_was_said_of_it(way: str) -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(claim(TWO, "suspect", incarnation=9, sequence=4, digest=b"d" * 32)), ONE)
+    assert state_of(lone, TWO) == "unknown"
+    if way == "record":
+        said = lone.is_asked(NoteRecord(TWO, 4, b"d" * 32))
+        assert state_of(lone, TWO) == "suspect"
+    else:
+        said = lone.hears(gossip(incarnation=3, instance=b"another "), TWO)
+        assert state_of(lone, TWO) == "alive", "its own word counts, and theirs did not"
+    assert [each.node_id for each in of_type(said, MemberChanged)] == [TWO]
+    assert set(lone.core.view()) == {ONE, TWO}
+    assert lone.core.live_count == 3
+
+
+def test_invented_members_give_way_to_everybody_else_in_a_full_table() -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(claim(TWO, sequence=1)), ONE)
+    lone.is_asked(NoteRecord(TWO, 1, bytes(32)))
+    lone.hears(Departure("", 1, RUN, b""), TWO)
+    claims = invented(MEMBERS_MAX + 100)
+    for at in range(0, len(claims), 8):
+        lone.hears(gossip(*claims[at : at + 8]), ONE)
+    assert len(lone.core._table) == MEMBERS_MAX
+    assert state_of(lone, TWO) == "left", "not even a tombstone went for them"
+    assert lone.hears(gossip(), THREE), "who speaks itself has a place"
+    assert state_of(lone, THREE) == "alive"
+    assert len(lone.core._table) == MEMBERS_MAX
+    assert "members_full" not in [getattr(each, "event", "") for each in lone.said]
+
+
+def test_nobody_can_use_up_the_incarnations_of_a_node_that_is_not_known_here() -> None:
+    lone, subject = (
+        Lone(shows=False),
+        MembershipCore(
+            node_id=TWO, options=LAN, stored=None, entropy=random.Random(2), now=Now(Instant(0), WallTime(0))
+        ),
+    )
+    for high in (INCARNATION_MAX, INCARNATION_HEARSAY_MAX + 1, INCARNATION_HEARSAY_MAX):
+        lone.hears(gossip(claim(TWO, incarnation=high, sequence=1)), ONE)
+        subject.receive(
+            gossip(claim(TWO, "dead", incarnation=high, sequence=1)), ONE, Now(Instant(0), WallTime(0))
+        )
+    lone.is_asked(NoteRecord(TWO, 1, bytes(32)))
+    assert lone.core.member(TWO).incarnation == INCARNATION_HEARSAY_MAX  # type: ignore[union-attr]
+    assert INCARNATION_HEARSAY_MAX < subject.incarnation < INCARNATION_MAX, (
+        "it can still say that it is alive"
+    )
+    lone.hears(gossip(incarnation=subject.incarnation, instance=b"another "), TWO)
+    assert lone.core.member(TWO).incarnation == subject.incarnation  # type: ignore[union-attr]
+
+
+def test_what_is_said_dead_before_it_was_ever_shown_is_forgotten() -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(claim(TWO, sequence=1)), ONE)
+    lone.hears(gossip(claim(TWO, "dead", sequence=1)), ONE)
+    assert of_type(lone.waits(5 * SECOND), RecordHint) == []
+    lone.is_asked(NoteRecord(TWO, 1, bytes(32)))
+    assert state_of(lone, TWO) == "unknown"
+
+
+def test_a_members_newer_record_is_asked_for_until_it_came() -> None:
+    lone = Lone(shows=False)
+    lone.hears(gossip(), ONE)
+    lone.hears(gossip(claim(ONE, sequence=7, digest=b"d" * 32)), TWO)
+    again = []
+    for turn in range(2, 27):
+        again += of_type(lone.waits(SECOND), RecordHint)
+        lone.hears(gossip(incarnation=turn), ONE)  # so that it is not taken for dead
+    assert {(each.node_id, each.sequence) for each in again} == {(ONE, 7)}
+    assert len(again) == 2, "at each sweep"
+    lone.is_asked(NoteRecord(ONE, 7, b"d" * 32))
+    assert of_type(lone.waits(11 * SECOND), RecordHint) == []
 
 
 # --- probes -------------------------------------------------------------------------------------------------

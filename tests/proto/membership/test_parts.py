@@ -15,6 +15,7 @@ from kvasir_proto.membership.clocks import OFFSETS_MAX, Clocks
 from kvasir_proto.membership.states import NO_RECORD, Claim
 from kvasir_proto.membership.table import NOBODY, Entry, Table
 from kvasir_proto.messages.membership import (
+    BUCKETS,
     STATES,
     UPDATE_SIZE,
     MemberState,
@@ -138,13 +139,15 @@ def test_digests_depend_on_what_is_believed_and_not_on_the_way_there(
         if known is None and state in ("dead", "left"):
             del final[number]  # tombstones of strangers are not entered
         elif known is None:
-            table.add(Entry(NODE_IDS[number], final[number]), final[number], NOBODY)
+            table.add(Entry(NODE_IDS[number], final[number]), final[number], NOBODY, Instant(0))
         else:
             table.put(known, final[number], NOBODY, Instant(0))
     twin = Table(100)
     for number in sorted(final):
         if final[number].state in ("alive", "suspect"):
-            twin.add(Entry(NODE_IDS[number], final[number]), claim(final[number].incarnation), NOBODY)
+            twin.add(
+                Entry(NODE_IDS[number], final[number]), claim(final[number].incarnation), NOBODY, Instant(0)
+            )
     assert table.digests == twin.digests
     assert table.live_count == twin.live_count == len(twin)
     assert len(table.tombstones) == len(table) - table.live_count
@@ -153,13 +156,30 @@ def test_digests_depend_on_what_is_believed_and_not_on_the_way_there(
 def test_a_full_table_forgets_its_oldest_tombstone_first() -> None:
     table = Table(3)
     for name in NODE_IDS[:3]:
-        table.add(Entry(name, claim(1)), claim(1), NOBODY)
+        table.add(Entry(name, claim(1)), claim(1), NOBODY, Instant(0))
     with pytest.raises(OverflowError):
-        table.add(Entry(NODE_IDS[3], claim(1)), claim(1), NOBODY)
+        table.add(Entry(NODE_IDS[3], claim(1)), claim(1), NOBODY, Instant(0))
     for when, name in enumerate((NODE_IDS[1], NODE_IDS[0])):
         table.put(table[name], claim(1, "dead"), NOBODY, Instant(when))
-    assert table.add(Entry(NODE_IDS[3], claim(1)), claim(1), NOBODY) == NODE_IDS[1]
+    assert table.add(Entry(NODE_IDS[3], claim(1)), claim(1), NOBODY, Instant(0)) == NODE_IDS[1]
     assert {each.node_id for each in table.in_order()} == {NODE_IDS[0], NODE_IDS[2], NODE_IDS[3]}
+
+
+def test_hearsay_is_in_the_digests_gives_way_first_and_takes_nobodys_place() -> None:
+    table = Table(3)
+    for name in NODE_IDS[:2]:
+        table.add(Entry(name, claim(1)), claim(1), NOBODY, Instant(0))
+    table.put(table[NODE_IDS[1]], claim(1, "dead"), NOBODY, Instant(1))
+    without = list(table.digests)
+    heard = [Entry(name, claim(1), heard_from=NODE_IDS[0]) for name in NODE_IDS[2:4]]
+    assert table.add(heard[0], claim(1), NOBODY, Instant(2)) is None
+    assert table.digests != without
+    assert (table.live_count, len(table.tombstones)) == (1, 1)
+    assert heard[0] not in [entry for index in range(BUCKETS) for entry in table.bucket(index)]
+    assert table.add(heard[1], claim(1), NOBODY, Instant(3)) == NODE_IDS[2]
+    assert table.add(Entry(NODE_IDS[4], claim(1)), claim(1), NOBODY, Instant(4)) == NODE_IDS[3]
+    assert table.add(Entry(NODE_IDS[5], claim(1)), claim(1), NOBODY, Instant(5)) == NODE_IDS[1]
+    assert (table.live_count, len(table.tombstones), len(table.hearsay)) == (3, 0, 0)
 
 
 # --- clocks -------------------------------------------------------------------------------------------------
