@@ -8,7 +8,9 @@ it answers, which is what makes it count once; an issuer lost for good costs its
 
 A credential is signed by an elector or the founder. It counts while its signer is an elector or was one as
 far as this node knows; members renew at a present elector when theirs has left. A revocation counts for
-good, in open swarms too. Whether a member computes well is not asked here.
+good, in open swarms too; since gossip is lost on who is away, nodes compare what they know of them, and one
+that has just started judges nobody before it has heard from an elector, or has waited long enough for one.
+Whether a member computes well is not asked here.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Effect, Now, Persist, Publish, Send
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, NodeIdField, SwarmDigest, SwarmDigestField, node_id_of, public_key_of
-from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds
+from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds, sooner
 from kvasir_proto.limits import (
     Address,
     Digest,
@@ -67,6 +69,12 @@ RENEW_BEFORE: Final[Duration] = seconds(30 * 24 * 3600)
 """How long before its end a member asks for a newer one: a swarm without electors may last for so long."""
 RETRY_INTERVAL: Final[Duration] = seconds(10)
 """How often a node asks again that was not answered: a redemption is one small message."""
+CATCH_UP_PATIENCE: Final[Duration] = seconds(2)
+"""How long a node that has started waits to be told what was revoked while it was away."""
+COMPARE_INTERVAL: Final[Duration] = seconds(60)
+"""How often a member compares with another what was revoked: two small messages, where they know the same."""
+COMPARED_MAX: Final = 8
+"""Nodes that are asked at a time."""
 INVITE_PREFIX: Final = "kvasir-invite-1:"
 _CHECKSUM_LENGTH: Final = 4
 _SEED_DOMAIN: Final = b"kvasir/1 invite"
@@ -238,9 +246,10 @@ def sign_revocation(founder_key: Ed25519PrivateKey, swarm: FoundedSwarm, revocat
 
 @dataclass(frozen=True, slots=True)
 class KnowElectors:
-    """These public keys are the present electorate's."""
+    """These public keys are the present electorate's; those in `former` were in earlier ones."""
 
     keys: tuple[bytes, ...]
+    former: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +277,14 @@ class Revoke:
     data: bytes
 
 
-AdmissionCommand: TypeAlias = KnowElectors | IssueInvite | UseInvite | Revoke
+@dataclass(frozen=True, slots=True)
+class CompareRevocations:
+    """Ask these nodes, or the first few, what was revoked that is not known here; tell who knows less."""
+
+    node_ids: tuple[NodeId, ...]
+
+
+AdmissionCommand: TypeAlias = KnowElectors | IssueInvite | UseInvite | Revoke | CompareRevocations
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +314,14 @@ class MembershipChanged:
     """Who may be a member has changed: records are to be judged anew."""
 
 
-AdmissionEvent: TypeAlias = InviteIssued | CredentialGained | AdmissionFailed | MembershipChanged
+@dataclass(frozen=True, slots=True)
+class ComparisonDue:
+    """It is time to `CompareRevocations` with somebody who lives; the book knows nobody."""
+
+
+AdmissionEvent: TypeAlias = (
+    InviteIssued | CredentialGained | AdmissionFailed | MembershipChanged | ComparisonDue
+)
 
 
 # --- what is kept -------------------------------------------------------------------------------------------
@@ -359,6 +382,13 @@ class AdmissionBook:
         self._former_electors = kept.former_electors
         self._using: Invite | None = None
         self._ask_at: Instant | None = None
+        is_founder = self._public_key == swarm.manifest.founder_public_key
+        self._caught_up_at: Instant | None = None if is_founder else after(now.instant, CATCH_UP_PATIENCE)
+        """When it stops waiting to be told what was revoked; None once it has been told, or has stopped, and
+        where revocations are made."""
+        self._asked: dict[NodeId, None] = {}
+        self._answered: dict[NodeId, None] = {}
+        self._compare_at = after(now.instant, COMPARE_INTERVAL)
         self._effects: list[Effect | AdmissionEvent] = []
         self._plan_renewal()
 
@@ -374,12 +404,24 @@ class AdmissionBook:
         """Whether what we sign admits anybody."""
         return self._is_issuer(self._public_key)
 
+    @property
+    def founder(self) -> bytes:
+        """The public key that founded the swarm."""
+        return self._swarm.manifest.founder_public_key
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits to be told what was revoked, and judges nobody."""
+        return self._caught_up_at is not None
+
     def judge(self, record: CapabilityRecord, now: WallTime) -> None:
         """Refuse a record whose node may not be a member, or not with these ranks.
 
-        Raises `RemoteProtocolError`: `revoked`, `credential_missing`, `rank_not_allowed`, or as
-        `verify_credential` does. The founder's own node needs no credential.
+        Raises `RemoteProtocolError`: `not_caught_up`, `revoked`, `credential_missing`, `rank_not_allowed`, or
+        as `verify_credential` does. The founder's own node needs no credential.
         """
+        if self.is_waiting and record.node_id != self._node_id:
+            raise RemoteProtocolError("this node does not know yet what was revoked", "not_caught_up")
         key = public_key_of(record.node_id)
         if ("node", key) in self._revoked:
             raise RemoteProtocolError("the node's membership was revoked", "revoked")
@@ -392,6 +434,19 @@ class AdmissionBook:
         if not set(record.ranks) <= set(credential.ranks):
             reason = "the credential does not allow every rank the record stands for"
             raise RemoteProtocolError(reason, "rank_not_allowed")
+
+    def issuer_of(self, record: CapabilityRecord, now: WallTime) -> bytes | None:
+        """The key of who issued the record's credential, if it is good; the founder vouches for itself."""
+        key = public_key_of(record.node_id)
+        if key == self._swarm.manifest.founder_public_key:
+            return key
+        if record.credential is None:
+            return None
+        try:
+            self._verify(record.credential, record.node_id, now)
+        except RemoteProtocolError:
+            return None
+        return open_credential(record.credential, self._swarm.digest).issuer
 
     def _verify(self, data: bytes, node_id: NodeId, now: WallTime) -> Credential:
         electors = (*self._electors, *self._former_electors)
@@ -421,10 +476,12 @@ class AdmissionBook:
                 self._take_credential(credential)
             case NotAdmitted(code, reason):
                 self._take_refusal(sender, code, reason)
-            case RevocationsRequest():
-                self._effects.append(Send(sender, Revocations(self._all_revoked())))
-            case Revocations(revocations):
+            case RevocationsRequest(known):
+                told = () if known == self._revoked_digest() else self._all_revoked()
+                self._effects.append(Send(sender, Revocations(self._revoked_digest(), told)))
+            case Revocations(known, revocations):
                 self._take_all(revocations)
+                self._note_answer(sender, known)
 
     def take(self, data: bytes, now: Now) -> str:
         """Take in a revocation that came by gossip: `accepted`, `known`, or the code it is refused with."""
@@ -439,8 +496,10 @@ class AdmissionBook:
         revocation that is not the founder's."""
         self._now = now
         match request:
-            case KnowElectors(keys):
-                self._know_electors(tuple(sorted(set(keys))))
+            case KnowElectors(keys, former):
+                self._know_electors(tuple(sorted(set(keys))), former)
+            case CompareRevocations(node_ids):
+                self._compare(node_ids)
             case IssueInvite():
                 self._issue(request)
             case UseInvite(invite):
@@ -453,8 +512,13 @@ class AdmissionBook:
                     self._effects.append(Publish("records", data))
 
     def tick(self, now: Now) -> None:
-        """Ask again where nobody answered, and renew in time."""
+        """Ask again where nobody answered, renew in time, compare with others now and then."""
         self._now = now
+        if self._caught_up_at is not None and self._caught_up_at <= now.instant:
+            self._stop_waiting()
+        if self._compare_at <= now.instant:
+            self._compare_at = after(now.instant, COMPARE_INTERVAL)
+            self._effects.append(ComparisonDue())
         if self._ask_at is None or self._ask_at > now.instant:
             return
         self._ask_at = after(now.instant, RETRY_INTERVAL)
@@ -475,7 +539,7 @@ class AdmissionBook:
 
     def next_deadline(self) -> Instant | None:
         """When `tick` has something to do."""
-        return self._ask_at
+        return sooner(sooner(self._ask_at, self._caught_up_at), self._compare_at)
 
     def drain(self) -> list[Effect | AdmissionEvent]:
         """What is to be done, in order, each once."""
@@ -590,16 +654,20 @@ class AdmissionBook:
 
     # -- electors and revocations --------------------------------------------------------------------
 
-    def _know_electors(self, keys: tuple[bytes, ...]) -> None:
-        if keys == self._electors:
+    def _know_electors(self, keys: tuple[bytes, ...], former: tuple[bytes, ...]) -> None:
+        left = [key for key in self._electors if key not in keys]
+        stayed = [key for key in self._former_electors if key not in keys]
+        known = {*keys, *stayed, *left}
+        earlier = [key for key in former if key not in known]
+        formerly = tuple([*earlier, *stayed, *left][-FORMER_ELECTORS_MAX:])
+        if (keys, formerly) == (self._electors, self._former_electors):
             return
-        left = tuple(key for key in self._electors if key not in keys)
-        stayed = tuple(key for key in self._former_electors if key not in keys)
-        self._electors = keys
-        self._former_electors = (stayed + left)[-FORMER_ELECTORS_MAX:]
+        self._electors, self._former_electors = keys, formerly
         self._persist()
         self._effects.append(MembershipChanged())
         self._plan_renewal()
+        if any(self._is_issuer(public_key_of(each)) for each in self._answered):
+            self._stop_waiting()
 
     def _open_revocation(self, data: bytes) -> Revocation:
         revocation, signer = open_signed(data, REVOCATION, self._swarm.digest)
@@ -624,6 +692,38 @@ class AdmissionBook:
         for data in revocations:
             if data not in known:
                 self.take(data, self._now)
+
+    def _compare(self, node_ids: tuple[NodeId, ...]) -> None:
+        request = RevocationsRequest(self._revoked_digest())
+        for node_id in [each for each in node_ids if each != self._node_id][:COMPARED_MAX]:
+            self._asked.pop(node_id, None)
+            self._asked[node_id] = None
+            self._effects.append(Send(node_id, request))
+        while len(self._asked) > COMPARED_MAX:
+            del self._asked[next(iter(self._asked))]
+
+    def _note_answer(self, sender: NodeId, known: bytes) -> None:
+        """Tell who was asked what it does not know; trust others once an elector has answered."""
+        if sender not in self._asked:
+            return
+        del self._asked[sender]
+        if known != self._revoked_digest():
+            self._effects.append(Send(sender, Revocations(self._revoked_digest(), self._all_revoked())))
+        self._answered[sender] = None
+        while len(self._answered) > COMPARED_MAX:
+            del self._answered[next(iter(self._answered))]
+        if self._is_issuer(public_key_of(sender)):
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        if self._caught_up_at is not None:
+            self._caught_up_at = None
+            self._effects.append(MembershipChanged())
+
+    def _revoked_digest(self) -> bytes:
+        """Equal on two nodes that know the same revocations."""
+        known = (b"%b:%b" % (of.encode("ascii"), key) for of, key in sorted(self._revoked))
+        return hashlib.sha256(b"".join(known)).digest()
 
     def _all_revoked(self) -> tuple[bytes, ...]:
         return tuple(self._revoked[each] for each in sorted(self._revoked))

@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_proto.admission import (
     AdmissionBook,
     AdmissionEvent,
+    CompareRevocations,
+    ComparisonDue,
     CredentialGained,
     IssueInvite,
     KnowElectors,
@@ -83,7 +85,7 @@ from kvasir_proto.messages.core import (
 )
 from kvasir_proto.messages.election import Knowledge
 from kvasir_proto.messages.plan import PlanAccept, PlanOffer, PlanRefusal
-from kvasir_proto.messages.records import RecordReply
+from kvasir_proto.messages.records import RecordMessage, RecordReply, RecordRequest
 from kvasir_proto.placement import options as placement_options
 from kvasir_proto.placement.core import BecomeBackbone, NotePlan, PlacementCore, PlanDue, SetInventory
 from kvasir_proto.placement.core import StepDown as StopPlanning
@@ -99,6 +101,8 @@ from kvasir_proto.records import (
     Fetch,
     IdentityContested,
     JudgeAnew,
+    NoteLive,
+    NoteNeeded,
     PublishOwn,
     RecordBook,
     RecordChanged,
@@ -118,6 +122,10 @@ REVIEW_DELAY: Final[Duration] = milliseconds(200)
 """How long after a change everything that follows from many facts is looked at again."""
 RTT_IGNORED: Final[Duration] = milliseconds(50)
 """Round trips below it are all the same to placement: a LAN's, and what a busy machine adds to them."""
+COMPARE_SPACING: Final[Duration] = milliseconds(1000)
+"""Between two members that are asked what was revoked, when many come back at once."""
+INTRODUCED_MAX: Final = 64
+"""Nodes that showed their records while it was not known yet what was revoked; they are shown ours after."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often it is looked at while an elector is not alive: it counts how long."""
 
@@ -295,7 +303,7 @@ class _Standing:
     record: CapabilityRecord
     rank: CandidateRank | None
     """Among candidates for backbone; None when it is none."""
-    dead_since: Instant | None = None
+    is_absent: bool = False
     holding: ShardSet = _NOTHING
     """What it has said, as a holder of our plan, that it serves."""
     room_bytes: int | None = None
@@ -412,8 +420,12 @@ class NodeCore:
         self._refusal: ShardRefused | None = None
         self._held: HeldShard | None = None
         self._is_planning = False
-        electorate = self._election.electorate
-        self._admission.command(KnowElectors(electorate.members), now)
+        self._entropy = entropy
+        self._to_introduce_to: tuple[NodeId, ...] = ()
+        self._compared_at = Instant(now.instant - COMPARE_SPACING)
+        self._needed: frozenset[NodeId] = frozenset()
+        self._absent_since: dict[NodeId, Instant] = {}
+        self._note_electors(now)
         self._settle(now)
 
     # --- the five verbs -------------------------------------------------------------------------------------
@@ -444,7 +456,7 @@ class NodeCore:
                 if not self._conflict or isinstance(message, Knowledge):
                     self._election.receive(message, sender, now)
             elif isinstance(message, RECORD_MESSAGES):
-                self._book.receive(message, sender, now)
+                self._take_records(message, sender, now)
             elif isinstance(message, PlanOffer):
                 self._take_offer(message, sender, now)
             elif isinstance(message, PlanAccept | PlanRefusal):
@@ -483,6 +495,8 @@ class NodeCore:
             case Seed(node_ids):
                 self._seeds = node_ids
                 self._introduce_to(node_ids)
+                if self._admission.is_waiting:
+                    self._compare_revocations(node_ids, now)
                 self._membership.command(request, now)
             case ConnectionLost():
                 self._membership.command(request, now)
@@ -756,8 +770,8 @@ class NodeCore:
                     self._begin_planning(now)
             case LeaseLost() | TermVoided():
                 self._end_planning(now)
-            case ElectorateChanged(electorate, _):
-                self._admission.command(KnowElectors(electorate.members), now)
+            case ElectorateChanged():
+                self._note_electors(now)
                 self._note_change(now.instant)
             case TermFollowed(_, proof):
                 self._offers.renew_proof(proof)
@@ -766,25 +780,48 @@ class NodeCore:
                 self._describe_itself(now)
                 self._introduce_to(self._seeds)
                 self._note_change(now.instant)
+            case ComparisonDue():
+                view = self._membership.view()
+                if view:
+                    self._compare_revocations((self._entropy.choice(view),), now)
             case MembershipChanged():
                 self._book.command(JudgeAnew(), now)
+                if not self._admission.is_waiting:
+                    shown, self._to_introduce_to = self._to_introduce_to, ()
+                    self._introduce_to(tuple(each for each in shown if self._may_speak(each)))
                 self._note_change(now.instant)
             case _:
                 pass
 
+    def _note_electors(self, now: Now) -> None:
+        members = self._election.electorate.members
+        self._admission.command(KnowElectors(members, self._election.former_electors), now)
+        if self._admission.is_waiting:
+            self._compare_revocations(tuple(node_id_of(each) for each in members), now)
+
+    def _compare_revocations(self, node_ids: tuple[NodeId, ...], now: Now) -> None:
+        """Ask them what was revoked while they were not heard, but not all of a swarm that comes back."""
+        if between(self._compared_at, now.instant) >= COMPARE_SPACING or self._admission.is_waiting:
+            self._compared_at = now.instant
+            self._admission.command(CompareRevocations(node_ids), now)
+
     def _hear_of_member(self, event: MemberChanged, now: Now) -> None:
         standing = self._standing.get(event.node_id)
+        is_live = event.state in ("alive", "suspect")
+        self._book.command(NoteLive(event.node_id, is_live), now)
+        if is_live and standing is not None and standing.is_absent:
+            self._compare_revocations((event.node_id,), now)
         if standing is not None:
             self._forget_ranking(standing)
         if event.state in ("alive", "suspect"):
             if standing is not None:
-                standing.dead_since = None
+                standing.is_absent = False
                 if not len(standing.holding):
                     # What it held was forgotten when it was called dead: let it say again what it serves.
                     self._ask_again(event.node_id, now.instant)
         else:
-            if standing is not None and standing.dead_since is None:
-                standing.dead_since = now.instant
+            if standing is not None:
+                standing.is_absent = True
             self._forget_holding(event.node_id)
         fence = self._election.fence
         if fence is not None and fence.backbone == event.node_id and event.state != "alive":
@@ -877,13 +914,19 @@ class NodeCore:
         self._review_candidacy(now)
         electors = [node_id_of(each) for each in self._election.electorate.members]
         eligible = self._eligible(electors)
-        dead = frozenset(each for each in electors if self._is_long_dead(each, now.instant))
+        dead = self._long_dead(electors, now.instant)
         members = SetMembers(frozenset(eligible), dead, frozenset())
         if members != self._known_members:
             self._known_members = members
             self._election.command(members, now)
         if any(each != self._node_id and not self._is_live(each) for each in electors):
             self._note_change(now.instant, WATCH_INTERVAL)
+        fence = self._election.fence
+        named = self._plan.nodes if self._plan is not None else ()
+        needed = frozenset((*electors, *named, *((fence.backbone,) if fence is not None else ())))
+        if needed != self._needed:
+            self._needed = needed
+            self._book.command(NoteNeeded(needed), now)
         if self._election.role is not Role.BACKBONE:
             return
         self._review_electorate(electors, eligible, dead, now)
@@ -915,7 +958,13 @@ class NodeCore:
             reason=reason,
             credential=self._admission.credential,
         )
+<<<<<<< HEAD
         self._book.command(PublishOwn(record, state_matters), now)
+=======
+        self._book.command(PublishOwn(record), now)
+        if not self._said:
+            self._introduce_to(self._seeds)  # there was nothing to show when it was told of them
+>>>>>>> da44f0a (Admission: revocations are compared, former electors known by the chain, and a full book has an order of who gives way; who leaves is replaced as elector)
         self._said = said
 
     def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:
@@ -924,6 +973,17 @@ class NodeCore:
         data = None if digest is None else self._book.data_of(digest)
         if self._is_by_invitation and data is not None:
             self._effects += [Send(each, RecordReply((data,))) for each in node_ids if each != self._node_id]
+
+    def _take_records(self, message: RecordMessage, sender: NodeId, now: Now) -> None:
+        """Who shows us its record in a swarm by invitation is shown ours: else it would not hear us."""
+        before = self._book.digest_of(sender)
+        self._book.receive(message, sender, now)
+        if not self._is_by_invitation or isinstance(message, RecordRequest):
+            return
+        if self._admission.is_waiting:
+            self._to_introduce_to = (*self._to_introduce_to, sender)[-INTRODUCED_MAX:]
+        elif self._book.digest_of(sender) not in (before, None):
+            self._introduce_to((sender,))
 
     def _may_speak(self, sender: NodeId) -> bool:
         """Whether what this node says is heard at all."""
@@ -999,11 +1059,12 @@ class NodeCore:
     def _is_live(self, node_id: NodeId) -> bool:
         return node_id == self._node_id or self._membership.is_live(node_id)
 
-    def _is_long_dead(self, node_id: NodeId, now: Instant) -> bool:
-        standing = self._standing.get(node_id)
-        if standing is None or standing.dead_since is None or node_id == self._node_id:
-            return False
-        return between(standing.dead_since, now) >= self._options.election.dead_after
+    def _long_dead(self, electors: list[NodeId], now: Instant) -> frozenset[NodeId]:
+        """Those electors that are not there for long, dead, gone with a goodbye, or never seen here alike."""
+        absent = [each for each in electors if not self._is_live(each)]
+        self._absent_since = {each: self._absent_since.get(each, now) for each in absent}
+        patience = self._options.election.dead_after
+        return frozenset(each for each in absent if between(self._absent_since[each], now) >= patience)
 
     # --- as backbone: who holds what ------------------------------------------------------------------------
 

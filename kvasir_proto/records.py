@@ -7,14 +7,17 @@ until nobody could believe the record any more, whose clock is off by what we to
 node can, with a higher number, which only the holder of its key can give.
 
 Our own number is on disk before the record leaves, and is wall time or one more than the last: it does not
-fall when a clock goes back. The book knows nothing of liveness, and of a swarm's size only how many it holds.
+fall when a clock goes back. Of liveness the book knows what it is told, and asks for it only when it is full;
+of a swarm's size only how many it holds.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -32,7 +35,7 @@ from kvasir_proto.capability import (
     seal_record,
 )
 from kvasir_proto.codec import decode, encode
-from kvasir_proto.effects import Effect, FetchRecord, Now, Persist, Publish, Send
+from kvasir_proto.effects import Effect, FetchRecord, Notice, Now, Persist, Publish, Send
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, NodeIdField, SwarmDigest, node_id_of
 from kvasir_proto.instants import Duration, Instant, after, milliseconds, seconds, sooner
@@ -44,11 +47,15 @@ if TYPE_CHECKING:
     from random import Random
 
 RECORDS_MAX: Final = 4096
-"""Records that count at a time. When they are so many, a node we do not know is refused: a stranger must not
-push out a member. The largest take 16 KiB each, usual ones a tenth of that."""
+"""Records that count at a time; the largest take 16 KiB each, usual ones a tenth of that. When they are so
+many a newcomer takes the place of a record that counts for less than its own (`_Worth`), or is refused."""
+ISSUER_SHARE_MAX: Final = RECORDS_MAX // 4
+"""So many of them may be vouched for by one elector; more by one that lies count as unvouched."""
 GONE_MAX: Final = 4096
 """Numbers of what is gone. When they are so many, one goes that would go next anyway, of nodes first of which
 we never held a record: else a stranger with many keys could make us forget."""
+HELD_BACK_MAX: Final = 256
+"""Records kept until it is known what was revoked; whose was dropped is asked for again."""
 FETCHES_MAX: Final = 256
 """Digests being fetched at a time; whoever named one more will name it again."""
 ADOPTED_AHEAD_MAX: Final[Duration] = seconds(366 * 24 * 3600)
@@ -141,7 +148,22 @@ class JudgeAnew:
     """Who may be a member has changed: records of those who may not are gone."""
 
 
-RecordCommand: TypeAlias = PublishOwn | Withdraw | Fetch | JudgeAnew
+@dataclass(frozen=True, slots=True)
+class NoteLive:
+    """Membership says whether this node is there: a full book does without those that are not."""
+
+    node_id: NodeId
+    is_live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoteNeeded:
+    """These are electors, or the plan names them: their records stay, whoever comes."""
+
+    node_ids: frozenset[NodeId]
+
+
+RecordCommand: TypeAlias = PublishOwn | Withdraw | Fetch | JudgeAnew | NoteLive | NoteNeeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +199,15 @@ RecordEvent: TypeAlias = RecordChanged | Equivocation | IdentityContested
 Verdict: TypeAlias = Literal["accepted", "known", "stale", "refused"]
 
 _SEEN_OTHERWISE_ELSEWHERE: Final = frozenset(
-    ("expired", "out_of_bounds", "full", "revoked", "unknown_issuer", "credential_expired")
+    (
+        "credential_expired",
+        "expired",
+        "full",
+        "not_caught_up",
+        "out_of_bounds",
+        "revoked",
+        "unknown_issuer",
+    )
 )
 """By a node with another clock, other members, or news of revocations and electors that we have or it has."""
 
@@ -223,6 +253,19 @@ class RecordsKept:
 
 
 RECORDS_KEPT: Final = Family("records kept", (RecordsKept,), 1 << 20)
+
+
+class _Worth(IntEnum):
+    """What a record is worth in a full book: a newcomer displaces only what is worth less than itself."""
+
+    ABSENT = 0
+    """Membership does not count its node. Who was never seen goes before the dead, and the oldest first."""
+    UNVOUCHED = 1
+    """It lives and nobody vouches for it, or somebody who vouches for too many. The youngest goes first."""
+    VOUCHED = 2
+    """It lives and has a good credential. Where admission is by invitation everybody has one."""
+    NEEDED = 3
+    """An elector, named by the plan, or this node itself: never displaced."""
 
 
 class _Head(NamedTuple):
@@ -284,7 +327,14 @@ class RecordBook:
         self._entropy = entropy
         self._admission = admission
         self._now = now
+        self._founder = None if admission is None else admission.founder
         self._heads: dict[NodeId, _Head] = {}
+        self._live: set[NodeId] = set()
+        self._seen: dict[NodeId, None] = {}
+        """Who was live at some time while its record counted."""
+        self._needed: frozenset[NodeId] = frozenset()
+        self._full_told = False
+        self._held_back: dict[NodeId, bytes] = {}
         self._by_digest: dict[bytes, NodeId] = {}
         self._gone: dict[NodeId, Gone] = {each.node_id: each for each in kept.gone}
         self._expiries: list[tuple[int, NodeId]] = [(each.until, each.node_id) for each in kept.gone]
@@ -363,12 +413,14 @@ class RecordBook:
             if self._admission is not None and isinstance(opened.said, CapabilityRecord):
                 self._admission.judge(opened.said, now.wall)
         except RemoteProtocolError as error:
+            if error.code == "not_caught_up":
+                self._hold_back(opened)
             return Outcome("refused", error.code)
         self._wanted.pop(opened.digest, None)
         said = opened.said
         if said.node_id == self._node_id:
             return self._take_own(opened)
-        if self._is_full_for(said):
+        if isinstance(said, CapabilityRecord) and not self._make_room(said):
             return Outcome("refused", "full", said.node_id)
         return Outcome(self._merge(opened), "", said.node_id)
 
@@ -384,6 +436,14 @@ class RecordBook:
                 self._fetch(node_id, digest, from_node)
             case JudgeAnew():
                 self._judge_anew()
+            case NoteLive(node_id, is_live):
+                if is_live:
+                    self._live.add(node_id)
+                    self._seen[node_id] = None
+                else:
+                    self._live.discard(node_id)
+            case NoteNeeded(node_ids):
+                self._needed = node_ids
 
     def tick(self, now: Now) -> None:
         """Let expire what has, say what is due, give up waiting for what is late."""
@@ -426,12 +486,53 @@ class RecordBook:
 
     # -- what others say -----------------------------------------------------------------------------
 
-    def _is_full_for(self, said: CapabilityRecord | Withdrawal) -> bool:
-        return (
-            isinstance(said, CapabilityRecord)
-            and said.node_id not in self._heads
-            and len(self._heads) >= RECORDS_MAX
-        )
+    def _hold_back(self, opened: OpenedRecord) -> None:
+        """Admission does not know yet whom to trust: keep it until it does."""
+        self._held_back.pop(opened.said.node_id, None)
+        self._held_back[opened.said.node_id] = opened.data
+        if len(self._held_back) > HELD_BACK_MAX:
+            del self._held_back[next(iter(self._held_back))]
+
+    def _make_room(self, said: CapabilityRecord) -> bool:
+        """Whether there is a place for this record, if another has to go for it."""
+        heads = self._heads
+        if said.node_id in heads or len(heads) < RECORDS_MAX:
+            return True
+        if not self._full_told:
+            self._full_told = True
+            self._effects.append(Notice("records_full", (("records_max", RECORDS_MAX),)))
+        by_issuer: Counter[bytes] = Counter()
+        least: tuple[_Worth, bool, int] | None = None
+        displaced = said.node_id
+        for arrival, (node_id, head) in enumerate(heads.items()):
+            worth = self._worth(head.record, by_issuer)
+            is_absent = worth is _Worth.ABSENT
+            order = (worth, is_absent and node_id in self._seen, arrival if is_absent else -arrival)
+            if least is None or order < least:
+                least, displaced = order, node_id
+        # Whoever comes has not been seen yet, and is taken for as good as if it had.
+        own = max(_Worth.UNVOUCHED, self._worth_if_live(said, by_issuer))
+        if least is None or least[0] >= own:
+            return False
+        head = heads.pop(displaced)
+        del self._by_digest[head.digest]
+        self._seen.pop(displaced, None)
+        self._effects.append(RecordChanged(displaced, None, head.digest))
+        return True
+
+    def _worth(self, record: CapabilityRecord, by_issuer: Counter[bytes]) -> _Worth:
+        node_id = record.node_id
+        if node_id == self._node_id or node_id in self._needed:
+            return _Worth.NEEDED
+        return self._worth_if_live(record, by_issuer) if node_id in self._live else _Worth.ABSENT
+
+    def _worth_if_live(self, record: CapabilityRecord, by_issuer: Counter[bytes]) -> _Worth:
+        issuer = None if self._admission is None else self._admission.issuer_of(record, self._now.wall)
+        if issuer is None:
+            return _Worth.UNVOUCHED
+        by_issuer[issuer] += 1
+        is_within = by_issuer[issuer] <= ISSUER_SHARE_MAX or issuer == self._founder
+        return _Worth.VOUCHED if is_within else _Worth.UNVOUCHED
 
     def _merge(self, opened: OpenedRecord) -> Verdict:
         """Put what is newer in the place of what is older."""
@@ -480,6 +581,9 @@ class RecordBook:
     def _judge_anew(self) -> None:
         if self._admission is None:
             return
+        held_back, self._held_back = self._held_back, {}
+        for data in held_back.values():
+            self.take(data, self._now)
         for node_id in sorted(each for each in self._heads if each != self._node_id):
             record = self._heads[node_id].record
             try:
@@ -492,6 +596,7 @@ class RecordBook:
     def _note_gone(self, sequence: int, expires: int, node_id: NodeId) -> None:
         """No record of this node up to this number counts, now and ever."""
         head, before = self._heads.pop(node_id, None), self._gone.get(node_id)
+        self._seen.pop(node_id, None)
         was_member = head is not None or (before is not None and before.was_member)
         if head is not None:
             expires = max(expires, head.record.expires)

@@ -180,6 +180,11 @@ class ElectionCore:
         return self._tenure.until if self._role is Role.BACKBONE and self._tenure is not None else None
 
     @property
+    def former_electors(self) -> tuple[bytes, ...]:
+        """Who was an elector, as far as the chain of electorates shows it here, and is none any more."""
+        return self._knowledge.former_electors
+
+    @property
     def convicted(self) -> frozenset[NodeId]:
         """Nodes with evidence against them."""
         return frozenset(node_id_of(each) for each in self._knowledge.liars)
@@ -381,6 +386,7 @@ class ElectionCore:
             self._end_candidacy(RoleEvent.PATIENCE_OVER, now, wait, is_own_failure=False)
 
     def _on_knowledge(self, message: Knowledge, sender: NodeId) -> None:
+        was_anchored = self._knowledge.is_anchored
         try:
             learned = self._knowledge.learn_links(message.links)
         except RemoteProtocolError as error:
@@ -392,8 +398,12 @@ class ElectionCore:
             self._knowledge.learn_evidence(evidence)
         if message.proof:
             self._adopt(message.proof, sender if learned else None)
-        if learned == LINKS_MAX:
+        if learned and len(message.links) == LINKS_MAX:
             self._send(sender, self._knowledge.request())
+        if self._knowledge.learn_earlier(message.links) or not was_anchored:
+            earlier = self._knowledge.request_earlier()
+            if earlier is not None:
+                self._send(sender, earlier)
         if message.readiness:
             # Honest nodes pass on what was gathered under an electorate that is not the newest any more.
             with suppress(RemoteProtocolError):

@@ -61,6 +61,8 @@ class StoredFence:
     proof: OptionalProof
 
 
+EARLIER_LINKS_MAX: Final = LINKS_MAX // 2
+"""Electorates before a named one that an answer begins with."""
 STORED_ELECTORATES: Final = Family("stored electorates", (StoredElectorates,), 1 << 20)
 STORED_FENCE: Final = Family("stored fence", (StoredFence,), 32 << 10)
 
@@ -87,6 +89,8 @@ class ProvenKnowledge:
         self._recovery_public_key = recovery_public_key
         self._anchor = anchor
         self._links: list[Link] = []
+        self._earlier: list[Electorate] = []
+        """Electorates before the first link, newest first, known by nothing but what followed them."""
         self._ballots = SeenBallots()
         self._convictions: dict[bytes, tuple[Conviction, Evidence]] = {}
         self.is_anchored = anchor is None or anchor == root.digest()
@@ -125,6 +129,14 @@ class ProvenKnowledge:
         return self._links[-1].electorate if self._links else self._root
 
     @property
+    def former_electors(self) -> tuple[bytes, ...]:
+        """Who was an elector for all that is proved here and is none any more: public keys, sorted."""
+        if not self.is_anchored:
+            return ()
+        known = [*self._earlier, *(each.electorate for each in self._links)]
+        return tuple(sorted({key for each in known for key in each.members} - set(self.newest.members)))
+
+    @property
     def liars(self) -> frozenset[bytes]:
         """Public keys with evidence against them."""
         return frozenset(self._convictions)
@@ -157,24 +169,45 @@ class ProvenKnowledge:
         return KnowledgeRequest(newest.epoch, newest.version, *self.fence_order, anchor)
 
     def answer(self, request: KnowledgeRequest) -> Knowledge:
-        """What is known here beyond the request, as much as one message carries."""
-        start = len(self._links)
-        for index, link in enumerate(self._links):
-            electorate = link.electorate
-            is_named = request.anchor != NO_PREDECESSOR and electorate.digest() == request.anchor
-            if is_named or (
-                request.anchor == NO_PREDECESSOR
-                and (electorate.epoch, electorate.version) > (request.epoch, request.version)
-            ):
-                start = index
-                break
-        # An earlier epoch's links are of no use: a recovery follows anything.
-        recovered = [i for i, link in enumerate(self._links) if link.electorate.version == 0]
-        if recovered and request.epoch < self.newest.epoch and request.anchor == NO_PREDECESSOR:
-            start = max(start, recovered[-1])
-        links = tuple(each.data for each in self._links[start : start + LINKS_MAX])
+        """What is known here beyond the request, as much as one message carries.
+
+        To who names an electorate also those before it, so that it knows whose signatures counted once.
+        """
+        links = self._links
+        start = len(links)
+        if request.anchor != NO_PREDECESSOR:
+            named = [i for i, link in enumerate(links) if link.electorate.digest() == request.anchor]
+            start = max(0, named[0] - EARLIER_LINKS_MAX) if named else start
+        else:
+            later = (
+                i
+                for i, link in enumerate(links)
+                if (link.electorate.epoch, link.electorate.version) > (request.epoch, request.version)
+            )
+            start = next(later, start)
+            # An earlier epoch's links are of no use: a recovery follows anything.
+            recovered = [i for i, link in enumerate(links) if link.electorate.version == 0]
+            if recovered and request.epoch < self.newest.epoch:
+                start = max(start, recovered[-1])
+        told = tuple(each.data for each in links[start : start + LINKS_MAX])
         is_newer = self.fence_order >= (request.fence_epoch, request.fence_term)
-        return Knowledge(links, self.proof if is_newer else b"", self.readiness, self.evidence)
+        return Knowledge(told, self.proof if is_newer else b"", self.readiness, self.evidence)
+
+    def request_earlier(self) -> KnowledgeRequest | None:
+        """The question for the electorates before the first one known here; None where that is the first.
+
+        Only a node that was invited asks it: it began in the middle of the chain.
+        """
+        if self._anchor is None or not self.is_anchored or not self._links:
+            return None
+        first = self._earlier[-1] if self._earlier else self._links[0].electorate
+        if first.predecessor in (NO_PREDECESSOR, self._root.digest()):
+            return None
+        known = len(self._links) + len(self._earlier)
+        if known >= STORED_LINKS_MAX:
+            return None
+        newest = self.newest
+        return KnowledgeRequest(newest.epoch, newest.version, *self.fence_order, first.digest())
 
     def announcement(self) -> Knowledge:
         """What everybody should hear when it changed: the newest electorate and the fence's proof."""
@@ -198,6 +231,10 @@ class ProvenKnowledge:
         does not follow it.
         """
         learned = 0
+        if not self.is_anchored:
+            # What came before the electorate that the invite named is for `learn_earlier`.
+            named = [i for i, data in enumerate(links) if self._is_anchor(data)]
+            links = links[named[0] :] if named else links
         for data in links:
             link = self._open(data)
             if link is None:
@@ -212,6 +249,29 @@ class ProvenKnowledge:
             learned += 1
             if link.proof and self.is_anchored:
                 self._follow_link(link.proof)
+        return learned
+
+    def _is_anchor(self, data: bytes) -> bool:
+        return _trusted_link(data).electorate.digest() == self._anchor
+
+    def learn_earlier(self, links: Sequence[bytes]) -> int:
+        """Take in electorates before the first one known here, and say how many there were.
+
+        Each is named by the digest of the one that followed it: no signature is needed, and nothing but who
+        was an elector follows from it.
+        """
+        if not self.is_anchored or not self._links:
+            return 0
+        by_digest = {each.digest(): each for each in (_trusted_link(data).electorate for data in links)}
+        learned = 0
+        while len(self._links) + len(self._earlier) < STORED_LINKS_MAX:
+            first = self._earlier[-1] if self._earlier else self._links[0].electorate
+            before = by_digest.get(first.predecessor)
+            if before is None:
+                break
+            self._earlier.append(before)
+            self.changed.add("electorate")
+            learned += 1
         return learned
 
     def _follow_link(self, data: bytes) -> None:

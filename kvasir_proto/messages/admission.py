@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
-from kvasir_proto.limits import Length, Sentence, Word
+from kvasir_proto.limits import Digest, Length, Sentence, Word
 from kvasir_proto.messages import Family
 
 REVOCATIONS_A_MESSAGE_MAX: Final = 1024
@@ -54,16 +54,21 @@ class NotAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class RevocationsRequest:
-    """Asks for all that was ever revoked."""
+    """Asks for all that was ever revoked. `known` is the digest of what the asker knows of it."""
 
     kind: ClassVar[str] = "revocations_request"
+    known: Digest
 
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """All that the sender knows to be revoked, each signed by the founder's key."""
+    """All that the sender knows to be revoked, each signed by the founder's key; none to who knows the same.
+
+    `known` is the digest of it. Sent in answer, and once to who answered and knows less.
+    """
 
     kind: ClassVar[str] = "revocations"
+    known: Digest
     revocations: _Revocations
 
 

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_proto import admission
+from kvasir_proto import admission, records
 from kvasir_proto.admission import (
+    CATCH_UP_PATIENCE,
+    COMPARE_INTERVAL,
     CREDENTIAL_LIFETIME,
     INVITE_PREFIX,
     RENEW_BEFORE,
     RETRY_INTERVAL,
     AdmissionBook,
     AdmissionFailed,
+    CompareRevocations,
+    ComparisonDue,
     Credential,
     CredentialGained,
     Invite,
@@ -54,7 +58,7 @@ from kvasir_proto.messages.admission import (
     Revocations,
     RevocationsRequest,
 )
-from kvasir_proto.records import LAN, JudgeAnew, RecordBook
+from kvasir_proto.records import LAN, JudgeAnew, NoteLive, RecordBook
 from kvasir_proto.signing import sign_message
 from kvasir_proto.swarm_manifest import open_swarm_manifest, sign_swarm_manifest
 from tests.proto.test_records import START, effects_of, key_of, later, node_of, of_type, record_of
@@ -92,15 +96,32 @@ INVITE = Invite(
 )
 
 
-def book(number: int, *, stored: bytes | None = None, swarm: Any = SWARM, now: Now = START) -> AdmissionBook:
-    """A book that knows the one elector."""
+def book(
+    number: int,
+    *,
+    stored: bytes | None = None,
+    swarm: Any = SWARM,
+    now: Now = START,
+    is_waiting: bool = False,
+) -> AdmissionBook:
+    """A book that knows the one elector, and that has been told what was revoked."""
     made = AdmissionBook(
         private_key=key_of(number), swarm=swarm, stored=stored, entropy=random.Random(number), now=now
     )
     if stored is None:
         made.command(KnowElectors((public(ELECTOR),)), now)
-        effects_of(made)
+    if not is_waiting:
+        made._stop_waiting()
+    effects_of(made)
     return made
+
+
+NOTHING_REVOKED = hashlib.sha256(b"").digest()
+
+
+def asks_at(node: AdmissionBook) -> int | None:
+    """When it asks next for a credential."""
+    return node._ask_at
 
 
 def issuer_with_invite() -> AdmissionBook:
@@ -308,14 +329,14 @@ def test_node_asks_until_it_is_answered_and_keeps_what_it_gets() -> None:
     issuer, node = issuer_with_invite(), book(NODE)
     node.command(UseInvite(INVITE), START)
     assert effects_of(node) == [Send(node_of(ELECTOR), redeem(INVITE, node_of(NODE)))]
-    assert node.next_deadline() == START.instant + RETRY_INTERVAL
+    assert asks_at(node) == START.instant + RETRY_INTERVAL
     node.tick(later(RETRY_INTERVAL))
     (again,) = effects_of(node)
     node.receive(ask(issuer, again.message, node_of(NODE)), node_of(ELECTOR), later(RETRY_INTERVAL))
     drained = effects_of(node)
     (gained,), (kept,) = of_type(CredentialGained, drained), of_type(Persist, drained)
     assert gained.data == node.credential == book(NODE, stored=kept.data).credential
-    deadline = node.next_deadline()
+    deadline = asks_at(node)
     assert deadline == START.instant + CREDENTIAL_LIFETIME - RENEW_BEFORE
 
 
@@ -327,7 +348,7 @@ def test_refusal_ends_the_asking_and_only_the_issuers_does() -> None:
     assert effects_of(node) == []
     node.receive(NotAdmitted("redeemed", "too late"), node_of(ELECTOR), START)
     assert effects_of(node) == [AdmissionFailed("redeemed", "too late")]
-    assert node.next_deadline() is None
+    assert asks_at(node) is None
 
 
 def test_asking_ends_when_the_invite_has_expired_with_tolerance() -> None:
@@ -339,7 +360,7 @@ def test_asking_ends_when_the_invite_has_expired_with_tolerance() -> None:
     node.tick(later(RETRY_INTERVAL, at_the_end))
     (failed,) = of_type(AdmissionFailed, effects_of(node))
     assert failed.code == "expired"
-    assert node.next_deadline() is None
+    assert asks_at(node) is None
 
 
 def test_invite_into_another_swarm_is_not_used() -> None:
@@ -363,11 +384,11 @@ def test_member_renews_in_time_and_keeps_its_invite() -> None:
     issuer, node = book(ELECTOR), book(NODE)
     node.receive(Admitted(credential_of(invite=b"i" * 32), ()), node_of(ELECTOR), START)
     effects_of(node)
-    deadline = node.next_deadline()
+    deadline = asks_at(node)
     assert deadline is not None
     due = later(deadline - START.instant)
     node.tick(due)
-    (renew,) = effects_of(node)
+    (renew,) = of_type(Send, effects_of(node))
     assert renew == Send(node_of(ELECTOR), Renew(credential_of(invite=b"i" * 32)))
     node.receive(ask(issuer, renew.message, node_of(NODE), due), node_of(ELECTOR), due)
     assert node.credential is not None
@@ -381,7 +402,7 @@ def test_member_renews_at_once_when_its_issuer_has_left_the_electorate() -> None
     node.receive(Admitted(credential_of(), ()), node_of(ELECTOR), START)
     effects_of(node)
     node.command(KnowElectors((public(STRANGER),)), START)
-    assert node.next_deadline() == START.instant
+    assert asks_at(node) == START.instant
     node.tick(START)
     (renew,) = of_type(Send, effects_of(node))
     assert renew == Send(node_of(STRANGER), Renew(credential_of()))
@@ -483,11 +504,105 @@ def test_revocations_are_handed_on() -> None:
     first.take(revocation_of("node", public(STRANGER)), START)
     first.take(revocation_of("invite", bytes(32)), START)
     effects_of(first)
-    second.receive(ask(first, RevocationsRequest(), node_of(NODE)), node_of(ELECTOR), START)
+    second.receive(ask(first, RevocationsRequest(NOTHING_REVOKED), node_of(NODE)), node_of(ELECTOR), START)
     effects_of(second)
-    third.receive(ask(second, RevocationsRequest(), node_of(STRANGER)), node_of(NODE), START)
-    assert isinstance(ask(third, RevocationsRequest(), node_of(NODE)), Revocations)
-    assert ask(third, RevocationsRequest(), node_of(NODE)) == ask(first, RevocationsRequest(), node_of(NODE))
+    third.receive(ask(second, RevocationsRequest(NOTHING_REVOKED), node_of(STRANGER)), node_of(NODE), START)
+    assert ask(third, RevocationsRequest(NOTHING_REVOKED), node_of(NODE)) == ask(
+        first, RevocationsRequest(NOTHING_REVOKED), node_of(NODE)
+    )
+
+
+def test_a_node_that_has_started_trusts_nobody_before_an_elector_has_told_it_what_was_revoked() -> None:
+    """It was away when the revocation was gossiped; what it kept of the revoked one is judged no better."""
+    informed, node = book(ELECTOR), book(NODE, is_waiting=True)
+    informed.take(revocation_of("node", public(STRANGER)), START)
+    effects_of(informed)
+    told = credential_of(STRANGER)
+    assert judged(node, number=STRANGER, credential=told) == "not_caught_up"
+    assert judged(node, number=NODE, credential=credential_of()) == "member", "itself it knows"
+    node.command(CompareRevocations((node_of(STRANGER), node_of(NODE), node_of(ELECTOR))), START)
+    requests = of_type(Send, effects_of(node))
+    assert [each.to for each in requests] == [node_of(STRANGER), node_of(ELECTOR)]
+    node.receive(Revocations(NOTHING_REVOKED, ()), node_of(STRANGER), START)
+    assert effects_of(node) == []
+    assert judged(node, number=STRANGER, credential=told) == "not_caught_up", "the revoked one's word"
+    node.receive(ask(informed, requests[1].message, node_of(NODE)), node_of(ELECTOR), START)
+    assert MembershipChanged() in effects_of(node)
+    assert judged(node, number=STRANGER, credential=told) == "revoked"
+
+
+def test_a_node_that_nobody_tells_waits_no_longer_than_it_must_and_the_founder_not_at_all() -> None:
+    node = book(NODE, is_waiting=True)
+    assert node.next_deadline() == START.instant + CATCH_UP_PATIENCE
+    node.tick(later(CATCH_UP_PATIENCE - 1))
+    assert node.is_waiting
+    node.tick(later(CATCH_UP_PATIENCE))
+    assert effects_of(node) == [MembershipChanged()]
+    assert judged(node, number=STRANGER, credential=credential_of(STRANGER)) == "member"
+    assert not book(FOUNDER, is_waiting=True).is_waiting
+
+
+def test_who_answered_before_it_was_known_to_be_an_elector_counts_once_it_is() -> None:
+    node = book(NODE, is_waiting=True)
+    node.command(CompareRevocations((node_of(STRANGER),)), START)
+    node.receive(Revocations(NOTHING_REVOKED, ()), node_of(STRANGER), START)
+    assert node.is_waiting
+    node.command(KnowElectors((public(STRANGER),)), START)
+    assert not node.is_waiting
+
+
+def test_two_members_that_compare_know_the_same_afterwards_and_fall_silent() -> None:
+    """Also where each has another signature over the same: the founder may have signed it twice."""
+    one, other = book(NODE), book(STRANGER)
+    one.take(revocation_of("node", public(3)), START)
+    one.take(revocation_of("node", public(4)), START)
+    other.take(sign_message(key_of(FOUNDER), SWARM.digest, Revocation(9, "node", public(4))), START)
+    other.take(revocation_of("invite", bytes(32)), START)
+    effects_of(one), effects_of(other)
+    one.command(CompareRevocations((node_of(STRANGER),)), START)
+    said = 0
+    messages = [(other, one, each.message) for each in of_type(Send, effects_of(one))]
+    while messages:
+        to, sender, message = messages.pop()
+        to.receive(message, node_of(NODE if sender is one else STRANGER), START)
+        messages += [(sender, to, each.message) for each in of_type(Send, effects_of(to))]
+        said += 1
+    assert said == 3, "a question, an answer, and what the one who answered did not know"
+    assert one._revoked_digest() == other._revoked_digest()
+    assert len(one._revoked) == 3
+    other.receive(RevocationsRequest(one._revoked_digest()), node_of(NODE), START)
+    (answer,) = of_type(Send, effects_of(other))
+    assert answer.message == Revocations(one._revoked_digest(), ()), "who knows the same is told nothing"
+
+
+def test_once_a_minute_it_is_time_to_compare() -> None:
+    node = book(NODE)
+    assert node.next_deadline() == START.instant + COMPARE_INTERVAL
+    for turn in (1, 2):
+        node.tick(later(turn * COMPARE_INTERVAL))
+        assert effects_of(node) == [ComparisonDue()]
+
+
+def test_electors_of_the_past_that_the_chain_shows_count_like_those_that_were_seen_to_leave() -> None:
+    judge = book(STRANGER)
+    judge.command(KnowElectors((public(FOUNDER),), ()), START)
+    unknown = credential_of(by=55)
+    assert judged(judge, credential=unknown) == "unknown_issuer"
+    effects_of(judge)
+    judge.command(KnowElectors((public(FOUNDER),), (public(55), public(FOUNDER), public(ELECTOR))), START)
+    drained = effects_of(judge)
+    assert MembershipChanged() in drained
+    assert judge._former_electors == (public(55), public(ELECTOR)), "no one twice, no present one"
+    (kept,) = of_type(Persist, drained)
+    for each in (judge, book(STRANGER, stored=kept.data)):
+        assert judged(each, credential=unknown) == "member"
+        assert judged(each, credential=credential_of()) == "member"
+    judge.command(KnowElectors((public(FOUNDER),), (public(55),)), START)
+    assert effects_of(judge) == [], "nothing new"
+    many = tuple(number.to_bytes(32, "big") for number in range(100))
+    judge.command(KnowElectors((public(FOUNDER),), many), START)
+    assert len(judge._former_electors) == admission.FORMER_ELECTORS_MAX
+    assert judge._former_electors[-2:] == (public(55), public(ELECTOR)), "those seen to leave stay longest"
 
 
 def test_revocations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,9 +623,24 @@ def test_auditor_and_subject_have_no_invite_in_common() -> None:
 
 def test_records_of_who_may_not_be_a_member_are_refused_and_removed() -> None:
     judge = book(STRANGER)
-    records = RecordBook(
+    held = record_book(judge)
+
+    def told(**changes: Any) -> bytes:
+        return sign_message(key_of(NODE), SWARM.digest, record_of(NODE, **changes))
+
+    assert held.take(told(), START).code == "credential_missing"
+    assert held.take(told(credential=credential_of()), START).verdict == "accepted"
+    judge.take(revocation_of("node", public(NODE)), START)
+    held.command(JudgeAnew(), START)
+    assert len(held) == 0
+    refused = held.take(told(sequence=2, credential=credential_of()), START)
+    assert (refused.code, refused.is_sender_at_fault) == ("revoked", False)
+
+
+def record_book(judge: AdmissionBook) -> RecordBook:
+    return RecordBook(
         private_key=key_of(STRANGER),
-        swarm=SWARM.digest,
+        swarm=judge._swarm.digest,
         options=LAN,
         stored=None,
         entropy=random.Random(1),
@@ -518,16 +648,70 @@ def test_records_of_who_may_not_be_a_member_are_refused_and_removed() -> None:
         admission=judge,
     )
 
-    def told(**changes: Any) -> bytes:
-        return sign_message(key_of(NODE), SWARM.digest, record_of(NODE, **changes))
 
-    assert records.take(told(), START).code == "credential_missing"
-    assert records.take(told(credential=credential_of()), START).verdict == "accepted"
-    judge.take(revocation_of("node", public(NODE)), START)
-    records.command(JudgeAnew(), START)
-    assert len(records) == 0
-    refused = records.take(told(sequence=2, credential=credential_of()), START)
-    assert (refused.code, refused.is_sender_at_fault) == ("revoked", False)
+def test_records_that_come_before_it_is_known_what_was_revoked_are_judged_once_it_is() -> None:
+    judge = book(STRANGER, is_waiting=True)
+    held = record_book(judge)
+    for number in (NODE, 3):
+        data = sign_message(key_of(number), SWARM.digest, record_of(number, credential=credential_of(number)))
+        assert held.take(data, START).code == "not_caught_up"
+    judge.take(revocation_of("node", public(3)), START)
+    judge._stop_waiting()
+    held.command(JudgeAnew(), START)
+    assert [each.node_id for each in held] == [node_of(NODE)]
+
+
+def full_of(
+    judge: AdmissionBook, monkeypatch: pytest.MonkeyPatch, numbers: Any, **credential: Any
+) -> RecordBook:
+    """A full book of records of living nodes; `credential` makes the same for each."""
+    numbers = list(numbers)
+    monkeypatch.setattr(records, "RECORDS_MAX", len(numbers))
+    monkeypatch.setattr(records, "ISSUER_SHARE_MAX", len(numbers) // 4)
+    full = record_book(judge)
+    for number in numbers:
+        assert full.take(with_credential(judge, number, **credential), START).verdict == "accepted"
+        full.command(NoteLive(node_of(number), is_live=True), START)
+    return full
+
+
+def with_credential(judge: AdmissionBook, number: int, by: int | None = ELECTOR) -> bytes:
+    swarm = judge._swarm.digest
+    plain = Credential(node_of(number), ("bulk",), START.wall, START.wall + CREDENTIAL_LIFETIME, bytes(32))
+    credential = None if by is None else sign_message(key_of(by), swarm, plain)
+    return sign_message(key_of(number), swarm, record_of(number, credential=credential))
+
+
+def test_in_an_open_swarm_full_of_living_strangers_an_invited_node_has_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Identities cost nothing there, and whoever answers probes lives. An invite is the way out."""
+    judge = book(STRANGER, swarm=OPEN_SWARM)
+    full = full_of(judge, monkeypatch, range(1000, 1008), by=None)
+    assert full.take(with_credential(judge, 50, by=None), START).code == "full"
+    assert full.take(with_credential(judge, 50, by=66), START).code == "full", "by nobody who may invite"
+    assert full.take(with_credential(judge, 50), START).verdict == "accepted"
+    known = {each.node_id for each in full}
+    assert known == {node_of(number) for number in (50, *range(1000, 1007))}, "the youngest stranger went"
+
+
+def test_an_elector_that_vouches_for_whoever_it_invents_fills_no_swarm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = book(STRANGER)
+    judge.command(KnowElectors((public(ELECTOR), public(FOUNDER), public(66))), START)
+    full = full_of(judge, monkeypatch, range(1000, 1008), by=66)
+    assert full.take(with_credential(judge, 2000, by=66), START).code == "full"
+    for number in (50, 51):
+        assert full.take(with_credential(judge, number), START).verdict == "accepted"
+        full.command(NoteLive(node_of(number), is_live=True), START)
+    assert full.take(with_credential(judge, 52), START).code == "full", "another elector has its share too"
+    for number in range(53, 57):
+        assert full.take(with_credential(judge, number, by=FOUNDER), START).verdict == "accepted"
+        full.command(NoteLive(node_of(number), is_live=True), START)
+    assert full.take(with_credential(judge, 57, by=FOUNDER), START).code == "full", "all within their shares"
+    known = {each.node_id for each in full}
+    assert known == {node_of(number) for number in (1000, 1001, 50, 51, 53, 54, 55, 56)}
 
 
 def test_damaged_memory_is_an_error_and_not_a_fresh_start() -> None:
@@ -543,8 +727,8 @@ def test_every_kind_of_message_is_answered_or_taken_in() -> None:
         Renew(b"x"),
         Admitted(b"x", (b"y",)),
         NotAdmitted("x", ""),
-        RevocationsRequest(),
-        Revocations((b"x",)),
+        RevocationsRequest(NOTHING_REVOKED),
+        Revocations(bytes(32), (b"x",)),
     )
     assert {type(each) for each in messages} == set(get_args(AdmissionMessage))
     answers = []

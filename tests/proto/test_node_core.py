@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvasir_proto import records
 from kvasir_proto.admission import (
+    Credential,
     InviteIssued,
     IssueInvite,
     Revocation,
@@ -22,7 +24,7 @@ from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import public_key_of
-from kvasir_proto.instants import Instant, seconds
+from kvasir_proto.instants import Instant, milliseconds, seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
@@ -41,8 +43,13 @@ from kvasir_proto.node_core import (
 )
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.quarantine import Quarantined
+<<<<<<< HEAD
 from kvasir_proto.records import RecordChanged
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
+=======
+from kvasir_proto.signing import sign_message
+from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, capability, key_of
+>>>>>>> da44f0a (Admission: revocations are compared, former electors known by the chain, and a full book has an order of who gives way; who leaves is replaced as elector)
 
 
 def backbones(swarm: SmallSwarm) -> list[SmallNode]:
@@ -426,6 +433,155 @@ def test_in_a_swarm_by_invitation_strangers_are_not_heard_and_invites_admit_one_
     swarm._do(founder)
     swarm.run(seconds(10))
     assert founder.core.record_of(stranger.node_id) is None
+
+
+def invite(swarm: SmallSwarm, issuer: SmallNode, node: SmallNode, secret: bytes) -> None:
+    """Have an issuer invite a node, which uses the invite."""
+    assert issuer.core is not None
+    assert node.core is not None
+    digest = issuer.core.view().electorate.digest()
+    ranks: tuple[Rank, ...] = ("backbone", "output", "bulk")
+    request = IssueInvite(secret, digest, ranks, ("/ip4/127.0.0.1/tcp/1",), seconds(3600))
+    issuer.core.command(request, swarm.now())
+    swarm._do(issuer)
+    node.core.command(UseInvite(of_type(issuer, InviteIssued)[-1].invite), swarm.now())
+    swarm._do(node)
+
+
+def knows(observer: SmallNode, node: SmallNode) -> bool:
+    return observer.core is not None and observer.core.record_of(node.node_id) is not None
+
+
+def test_a_member_that_was_away_learns_what_was_revoked_before_it_trusts_anybody() -> None:
+    """It comes back, and the first it hears of is the one whose membership was revoked meanwhile."""
+    swarm = SmallSwarm(1, admission="invite")
+    swarm.run(seconds(5))
+    founder, bad, away = swarm.node(1), swarm.add(2), swarm.add(3)
+    for number, node in ((2, bad), (3, away)):
+        invite(swarm, founder, node, bytes([number]) * 16)
+    swarm.run(seconds(30), lambda: knows(away, bad) and knows(founder, away))
+    swarm.run(seconds(10))
+    swarm.kill(away)
+    revocation = Revocation(1, "node", public_key_of(bad.node_id))
+    assert founder.core is not None
+    founder.core.command(Revoke(sign_revocation(key_of(1), swarm.swarm, revocation)), swarm.now())
+    swarm._do(founder)
+    swarm.run(seconds(10))
+    swarm.start(away)
+    assert bad.core is not None
+    assert away.core is not None
+    own = bad.core._book.data_of(bad.core._book.digest_of(bad.node_id) or b"")
+    assert own is not None
+    away.core.receive_published("records", own, bad.node_id, swarm.now())
+    swarm._do(away)
+    assert not knows(away, bad), "it waits to be told"
+    swarm.run(seconds(5), lambda: knows(away, founder) or knows(away, bad))
+    assert not knows(away, bad)
+    swarm.run(seconds(20))
+    assert not knows(away, bad)
+    assert swarm.run(seconds(20), lambda: all_ready_but(swarm, bad)) < 20
+
+
+def all_ready_but(swarm: SmallSwarm, node: SmallNode) -> bool:
+    others = [each.core for each in swarm.nodes.values() if each is not node and each.core is not None]
+    return all(core.view().state in ("ready", "degraded") for core in others)
+
+
+def test_halves_of_a_swarm_tell_each_other_what_was_revoked_while_they_were_apart() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    ids = [each.node_id for each in swarm.nodes.values()]
+    founder, bad = swarm.node(1), swarm.node(2)
+    far = {swarm.node(3).node_id, swarm.node(4).node_id}
+    swarm.cut = {(one, other) for one in ids for other in ids if (one in far) != (other in far)}
+    swarm.run(seconds(15))
+    assert founder.core is not None
+    revocation = Revocation(1, "node", public_key_of(bad.node_id))
+    founder.core.command(Revoke(sign_revocation(key_of(1), swarm.swarm, revocation)), swarm.now())
+    swarm._do(founder)
+    swarm.run(seconds(5))
+    assert not knows(founder, bad)
+    assert knows(swarm.node(3), bad), "the other side has not heard of it"
+    swarm.cut = set()
+    swarm.run(seconds(30), lambda: not knows(swarm.node(3), bad) and not knows(swarm.node(4), bad))
+
+
+def test_a_newcomer_believes_what_an_elector_of_the_past_signed_before_it_came() -> None:
+    """The elector has left, its member could not renew yet, and the newcomer never saw that elector."""
+    swarm = SmallSwarm(1, admission="invite")
+    swarm.run(seconds(5))
+    founder = swarm.node(1)
+    electors = [swarm.add(number) for number in (2, 3, 4)]
+    for number, node in enumerate(electors):
+        invite(swarm, founder, node, bytes([number]) * 16)
+
+    def electorate() -> set[bytes]:
+        assert founder.core is not None
+        return set(founder.core.view().electorate.members)
+
+    swarm.run(seconds(60), lambda: len(electorate()) == 4)
+    swarm.run(seconds(5))
+    issuer, member = electors[0], swarm._id_of(5)
+    issued = Credential(member, ("bulk",), swarm.now().wall, swarm.now().wall + seconds(3600), bytes(32))
+    credential = sign_message(issuer.key, swarm.swarm.digest, issued)
+    record = capability(member, sequence=1, expires=issued.expires, ranks=("bulk",), credential=credential)
+    data = seal_record(key_of(5), swarm.swarm.digest, replace(record, stands_for_elector=False))
+    spare = swarm.add(6)
+    invite(swarm, founder, spare, b"s" * 16)
+    swarm.run(seconds(30), lambda: knows(founder, spare))
+    assert founder.core is not None
+    assert issuer.core is not None
+    issuer.core.command(Leave("for good"), swarm.now())
+    swarm._do(issuer)
+    issuer.is_stopped = True
+    left = swarm.run(seconds(120), lambda: public_key_of(issuer.node_id) not in electorate())
+    assert left < 45, "who leaves with a goodbye is no elector for longer than who dies"
+    newcomer = swarm.add(7, ranks=("bulk",), stands_for_elector=False)
+    invite(swarm, founder, newcomer, b"n" * 16)
+    swarm.run(seconds(30), lambda: knows(founder, newcomer))
+    swarm.run(seconds(5))
+    assert newcomer.core is not None
+    assert newcomer.core.view().electorate == founder.core.view().electorate
+    newcomer.core.receive_published("records", data, founder.node_id, swarm.now())
+    assert newcomer.core.record_of(member) is not None
+    founder.core.receive_published("records", data, founder.node_id, swarm.now())
+    assert founder.core.record_of(member) is not None, "as who saw the elector come and go"
+
+
+def test_minted_identities_fill_the_book_of_an_open_swarm_and_hinder_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(records, "RECORDS_MAX", 12)
+    swarm = SmallSwarm(5)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    members = [each.node_id for each in swarm.nodes.values()]
+    minted = 1000
+
+    def mint(count: int) -> None:
+        nonlocal minted
+        for _ in range(count):
+            minted += 1
+            node_id = swarm._id_of(minted)
+            record = capability(node_id, sequence=1, expires=swarm.now().wall + seconds(600))
+            data = seal_record(key_of(minted), swarm.swarm.digest, record)
+            for node in list(swarm.nodes.values()):
+                swarm._hear_gossip(node, "records", data, members[4])
+            swarm.run(milliseconds(20))
+
+    (backbone,) = backbones(swarm)
+    mint(60)
+    newcomer = swarm.add(6)
+    mint(100)
+    swarm.run(seconds(30), lambda: newcomer.core is not None and newcomer.core.view().state == "ready")
+    mint(30)
+    assert backbones(swarm) == [backbone]
+    for node in swarm.nodes.values():
+        assert node.core is not None
+        known = [each.node_id for each in node.core._book]
+        assert len(known) == 12
+        assert {*members, newcomer.node_id} <= set(known)
+        assert node.core.view().state == "ready"
+        assert {each.node_id for each in node.core.view().members} <= {*members, newcomer.node_id}
 
 
 def test_a_plan_is_told_once_and_an_offer_that_comes_again_is_answered_again() -> None:

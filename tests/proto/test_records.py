@@ -24,7 +24,7 @@ from kvasir_proto.capability import (
     seal_record,
 )
 from kvasir_proto.codec import decode
-from kvasir_proto.effects import FetchRecord, Now, Persist, Publish, Send
+from kvasir_proto.effects import FetchRecord, Notice, Now, Persist, Publish, Send
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds
@@ -37,6 +37,8 @@ from kvasir_proto.records import (
     Equivocation,
     Fetch,
     IdentityContested,
+    NoteLive,
+    NoteNeeded,
     PublishOwn,
     RecordBook,
     RecordChanged,
@@ -370,16 +372,52 @@ def ours_kept(ours: RecordBook) -> bytes:
 
 
 def test_strangers_do_not_push_out_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "RECORDS_MAX", 3)
+    """A full book: who lives stays, and so does who is needed, living or not."""
+    monkeypatch.setattr(records, "RECORDS_MAX", 4)
     ours = book()
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 9):
         assert ours.take(said(number), START).verdict == "accepted"
+        if number != 9:
+            ours.command(NoteLive(node_of(number), is_live=True), START)
+    ours.command(NoteNeeded(frozenset((node_of(9), node_of(77)))), START)
+    effects_of(ours)
     refused = ours.take(said(4), START)
     assert (refused.verdict, refused.code, refused.is_sender_at_fault) == ("refused", "full", False)
-    assert ours.take(said(2, 2), START).verdict == "accepted"
+    ours.take(said(5), START)
+    full = [each for each in effects_of(ours) if isinstance(each, Notice)]
+    assert [each.event for each in full] == ["records_full"], "said once"
+    assert ours.take(said(2, 2), START).verdict == "accepted", "a member's newer record has its place"
     ours.take(withdrawn(3, 2), START)
     assert ours.take(said(4), START).verdict == "accepted"
-    assert {each.node_id for each in ours} == {node_of(1), node_of(2), node_of(4)}
+    assert {each.node_id for each in ours} == {node_of(1), node_of(2), node_of(4), node_of(9)}
+
+
+def test_identities_that_somebody_mints_displace_one_another_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them ever answers a probe. Newcomers come in all the while, and the dead go before members."""
+    monkeypatch.setattr(records, "RECORDS_MAX", 12)
+    ours = book()
+    members = {node_of(number) for number in range(1, 6)}
+    for number in range(1, 6):
+        ours.take(said(number), START)
+        ours.command(NoteLive(node_of(number), is_live=True), START)
+    ours.command(NoteLive(node_of(5), is_live=False), START)
+    for minted in range(100, 400):
+        assert ours.take(said(minted), START).verdict == "accepted"
+        known = {each.node_id for each in ours}
+        assert members <= known, "also the one that is dead for now: it has been seen"
+        assert len(ours) == len(ours._by_digest) == min(12, 5 + minted - 99)
+    assert known - members == {node_of(number) for number in range(393, 400)}, "the oldest went first"
+    for number in range(20, 27):
+        assert ours.take(said(number), START).verdict == "accepted"
+        ours.command(NoteLive(node_of(number), is_live=True), START)
+        ours.take(said(1000 + number), START)
+    known = {each.node_id for each in ours}
+    assert {node_of(number) for number in (1, 2, 3, 4, *range(20, 27))} <= known
+    gone = {each.node_id for each in of_type(RecordChanged, effects_of(ours)) if each.record is None}
+    assert node_of(393) in gone
+    assert not gone & {node_of(number) for number in (1, 2, 3, 4)}
 
 
 def test_strangers_do_not_make_us_forget_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
