@@ -958,13 +958,9 @@ class NodeCore:
             reason=reason,
             credential=self._admission.credential,
         )
-<<<<<<< HEAD
         self._book.command(PublishOwn(record, state_matters), now)
-=======
-        self._book.command(PublishOwn(record), now)
         if not self._said:
             self._introduce_to(self._seeds)  # there was nothing to show when it was told of them
->>>>>>> da44f0a (Admission: revocations are compared, former electors known by the chain, and a full book has an order of who gives way; who leaves is replaced as elector)
         self._said = said
 
     def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:

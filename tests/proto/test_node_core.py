@@ -43,13 +43,9 @@ from kvasir_proto.node_core import (
 )
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.quarantine import Quarantined
-<<<<<<< HEAD
 from kvasir_proto.records import RecordChanged
-from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, key_of
-=======
 from kvasir_proto.signing import sign_message
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, capability, key_of
->>>>>>> da44f0a (Admission: revocations are compared, former electors known by the chain, and a full book has an order of who gives way; who leaves is replaced as elector)
 
 
 def backbones(swarm: SmallSwarm) -> list[SmallNode]:
