@@ -20,7 +20,7 @@ float quotient(float a, float b) {
 }
 
 // The F16 nearest to a number, as a float: also where a device has no F16 arithmetic.
-float as_half(float value) {
+float nearest_half(float value) {
     ushort bits[1];
     vstore_half_rte(value, 0, (half *)bits);
     return vload_half(0, (half *)bits);
@@ -63,7 +63,7 @@ __kernel void round_q8_0(__global const float * restrict rows, int width, __glob
     for (int i = 0; i < 32; ++i) {
         quants[begin + i] = finite ? convert_char_sat(rint(given[i] * inverse)) : (char)1;
     }
-    steps[row * (width / 32) + block] = finite ? as_half(quotient(largest, 127.0f)) : NAN;
+    steps[row * (width / 32) + block] = finite ? nearest_half(quotient(largest, 127.0f)) : NAN;
 }
 
 // Blocks of 256: an F32 step, with the value of largest size (the first of equals) at -127.

@@ -84,7 +84,7 @@ float total(Sums sums) {
 
 #else // F16, by itself or inside blocks
 
-#if defined(cl_khr_fp16) && !defined(ROUND_EACH_STEP)
+#ifdef cl_khr_fp16
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 typedef half16 Sums;
 
