@@ -28,6 +28,7 @@ _SHORT_FLAGS: Final = {
     "swarm.holders": "--holders",
     "swarm.lan": "--lan",
     "node.ranks": "--ranks",
+    "node.memory_mib": "--memory-mib",
     "engine.threads": "--threads",
     "engine.device": "--device",
     "engine.kernel": "--kernel",
