@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvasir_node.kernels.accumulators import F16_SUMS
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.opencl import OpenClKernel
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
@@ -33,5 +34,5 @@ def make_kernel(
     if name == "opencl":
         return OpenClKernel(manifest, shard, read, device=device, threads=threads)
     if name == "emulated-f16":
-        return ReferenceKernel(manifest, shard, read, Arithmetic.F16_SUMS)
+        return ReferenceKernel(manifest, shard, read, Arithmetic.AS_GGML, F16_SUMS)
     return GgmlCpuKernel(manifest, shard, read, threads=threads)

@@ -2,8 +2,9 @@
 
 Decides what an expert program *means*. `Arithmetic` says in which numbers: the exact answer (float64), plain
 float32, or ggml's class, where activations are rounded as ggml rounds them before each product and everything
-else is as exact as F32 results allow. It is no backend to serve from: weights are expanded on every call. It
-refuses to know files, and gets bytes from a function as every kernel does.
+else is as exact as F32 results allow. Another format of activations, or an emulated accumulator
+(`accumulators.py`), makes it any other class. It is no backend to serve from: weights are expanded on every
+call. It refuses to know files, and gets bytes from a function as every kernel does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
+from kvasir_node.kernels.accumulators import Accumulator
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
 from kvasir_node.kernels.expert_functions import Rows, glu, unary
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, RemoteProtocolError
@@ -39,13 +41,6 @@ class Arithmetic(enum.Enum):
     """Activations as they are, everything in float32, sums in numpy's order."""
     AS_GGML = "as-ggml"
     """Activations rounded as ggml does for the weights' type; products exact, each step's result F32."""
-    F16_SUMS = "f16-sums"
-    """As that, but a matrix product is added up in F16: what many GPUs do with F16 weights."""
-
-
-_AS_GGML: Final = (Arithmetic.AS_GGML, Arithmetic.F16_SUMS)
-F16_ADDED_AT_ONCE: Final = 8
-"""Products that the emulated F16 accumulator takes in before it rounds, as dot-product instructions do."""
 
 
 class ReferenceKernel:
@@ -62,13 +57,20 @@ class ReferenceKernel:
         shard: ShardSet,
         read: Read,
         arithmetic: Arithmetic = Arithmetic.FLOAT64,
+        accumulator: Accumulator | None = None,
+        activations: str | None = None,
     ) -> None:
         """Load `shard`. `read(tensor name, expert)` gives one expert's slice of a tensor, already verified.
+
+        Matrix products are added up by `accumulator` if there is one, else exactly as `arithmetic` allows.
+        With `activations`, a name of `ACTIVATION_ROUNDINGS`, every product takes its rows in that format.
 
         Raises `EngineFailed` for a tensor type that cannot be expanded, or has no activation format where
         one is needed; `LocalProtocolError` for a shard that is not of this model.
         """
         self._arithmetic = arithmetic
+        self._accumulator = accumulator
+        self._activations = activations
         self._shard = shard
         self._programs: list[ExpertProgram] = []
         self._tensors: dict[int, dict[str, ManifestTensor]] = {}
@@ -194,15 +196,14 @@ class ReferenceKernel:
         if a is None:
             raise AssertionError("a well formed program gives every other step an input")
         floats, words = step.floats(), step.words()
-        as_ggml = self._arithmetic in _AS_GGML
+        as_ggml = self._arithmetic is Arithmetic.AS_GGML
         match step.op:
             case StepOp.EXPERT_MATMUL:
-                if as_ggml:
-                    form = ACTIVATION_FORMATS[self._tensors[layer][step.tensor].type.name]
+                form = self._activations_of(self._tensors[layer][step.tensor])
+                if form is not None:
                     a = ACTIVATION_ROUNDINGS[form](a.astype(np.float32))
-                if self._arithmetic is Arithmetic.F16_SUMS:
-                    return added_in_f16(a, self._expanded(layer, step.tensor, expert))
-                return a @ self._expanded(layer, step.tensor, expert).T
+                weight = self._expanded(layer, step.tensor, expert)
+                return a @ weight.T if self._accumulator is None else self._accumulator.add_up(a, weight)
             case StepOp.EXPERT_ADD:
                 return a + self._expanded(layer, step.tensor, expert)
             case StepOp.GLU:
@@ -233,6 +234,12 @@ class ReferenceKernel:
         values = quants.dequantize(data, GGMLQuantizationType(tensor.type.id))
         return np.asarray(values, np.float32 if self._arithmetic is Arithmetic.FLOAT32 else np.float64)
 
+    def _activations_of(self, tensor: ManifestTensor) -> str | None:
+        """The format in which products with this tensor take their rows; None for rows as they are."""
+        if self._activations is None and self._arithmetic is Arithmetic.AS_GGML:
+            return ACTIVATION_FORMATS[tensor.type.name]
+        return self._activations
+
     def _require_computable(self, tensor: ManifestTensor) -> None:
         name = tensor.type.name
         try:
@@ -241,7 +248,8 @@ class ReferenceKernel:
                 quants.dequantize(one_block, GGMLQuantizationType(tensor.type.id))
         except (ValueError, NotImplementedError) as error:
             raise EngineFailed(f"the reference kernel cannot expand {name} ({tensor.name})") from error
-        if self._arithmetic in _AS_GGML and name not in ACTIVATION_FORMATS:
+        knows_format = self._activations is not None or name in ACTIVATION_FORMATS
+        if self._arithmetic is Arithmetic.AS_GGML and not knows_format:
             raise EngineFailed(
                 f"the reference kernel does not know how ggml multiplies {name} ({tensor.name})"
             )
@@ -249,15 +257,6 @@ class ReferenceKernel:
     def _shape_of(self, layer: int) -> Callable[[str], tuple[int, ...] | None]:
         tensors = self._tensors[layer]
         return lambda suffix: tensors[suffix].shape if suffix in tensors else None
-
-
-def added_in_f16(a: Rows, weight: Rows) -> Rows:
-    """`a @ weight.T` with an accumulator of F16, that takes in `F16_ADDED_AT_ONCE` products at a time."""
-    total = np.zeros((len(a), len(weight)), np.float16)
-    for begin in range(0, a.shape[1], F16_ADDED_AT_ONCE):
-        part = slice(begin, begin + F16_ADDED_AT_ONCE)
-        total = (total + a[:, part] @ weight[:, part].T).astype(np.float16)
-    return total.astype(np.float64)
 
 
 def _array_at(address: int, dtype: type[Any], *shape: int) -> npt.NDArray[Any]:
