@@ -1,40 +1,43 @@
 """Equivalence classes of kernels, and how far apart two kernels of given classes may be.
 
 Decides the gate on relative L2 for a pair of classes and a model's widths, what a regression beside it may
-find, and how many rows of integer activations may have had a quant flip. Numbers are those of the design,
-section 5, measured on real kernels. Apart from certificates and audits because both judge by it, and from
+find, and in how many rows a rounded hidden value may have fallen the other way. Numbers were measured on real
+kernels (docs/reference/equivalence.md). Apart from certificates and audits because both judge by it, and from
 whoever computes rows because a gate depends on classes and shapes only. It refuses to know rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from kvasir_proto.limits import Accumulation
-
-INTEGER_ACTIVATIONS: Final = frozenset({"Q8_0", "Q8_K"})
-"""Formats of eight bits that share a step a block: a last bit of a hidden row can move a quant by one."""
-
-SHORT_FLOAT_ACTIVATIONS: Final = frozenset({"F16", "BF16"})
 
 POOLED_ROWS_MIN: Final = 64
 """Rows whose squared distances are added up before a gate is asked."""
 
 _F32_GATE: Final = 2e-6
 _F32_GATE_WIDTH: Final = 3072
-_SHORT_FLOAT_GATE: Final = 5e-5
-_INTEGER_GATE: Final = 2e-4
-_INTEGER_GATE_N_FF: Final = 1024
+_ROUNDED_GATES: Final[Mapping[str, float]] = MappingProxyType(
+    {"F16": 5e-5, "BF16": 1.5e-4, "Q8_0": 3e-4, "Q8_K": 3e-4}
+)
+"""At n_ff 1024; they go with the root of 1 / n_ff. Where rows are rounded on the way, a last bit of a hidden
+value can move what it is rounded to, and the fewer hidden values there are, the more each one weighs."""
+
+_ROUNDED_GATE_N_FF: Final = 1024
 _F16_AGAINST_F32_GATE: Final = 1e-3
 
 _REGRESSION_SHARE: Final = 1 / 8
 """Of the gate. Errors that know nothing of each other move a slope by the gate over the root of the number
 of values, which is a ninetieth for the smallest pool; what has a direction moves it by all it is."""
 
-_FLIP_RATE: Final = 0.01
-"""Of rows, at n_ff 1024, and in proportion to it: above the 0.2 to 0.8 % that were measured."""
+_FLIPS_A_ROW: Final[Mapping[str, float]] = MappingProxyType(
+    {"F16": 0.35, "BF16": 0.1, "Q8_0": 0.025, "Q8_K": 0.006}
+)
+"""At n_ff 1024, and in proportion to it: above the 0.24, 0.06, 0.014 and 0.002 that were measured."""
 
 _FLIPS_CHANCE: Final = 1e-6
 
@@ -64,15 +67,12 @@ def gate_of(a: EquivalenceClass, b: EquivalenceClass, n_embd: int, n_ff: int) ->
         return None
     if activations == {"F32"}:
         return row_gate(n_embd, n_ff)
-    if activations <= SHORT_FLOAT_ACTIVATIONS:
-        return _SHORT_FLOAT_GATE
-    if activations <= INTEGER_ACTIVATIONS:
-        return _INTEGER_GATE * math.sqrt(_INTEGER_GATE_N_FF / n_ff)
-    return None
+    gate = _ROUNDED_GATES.get(a.activation)
+    return None if gate is None else gate * math.sqrt(_ROUNDED_GATE_N_FF / n_ff)
 
 
 def row_gate(n_embd: int, n_ff: int) -> float:
-    """The largest relative L2 of one row of integer activations in which no quant flipped, and of rows of
+    """The largest relative L2 of one row in which no rounded value fell the other way, and of pooled rows of
     F32 activations: what the order of F32 sums of these widths is worth.
     """
     return max(_F32_GATE, _F32_GATE * math.sqrt(max(n_embd, n_ff) / _F32_GATE_WIDTH))
@@ -85,16 +85,22 @@ def regression_gate(gate: float) -> float:
     return gate * _REGRESSION_SHARE
 
 
-def flips_max(n_rows: int, n_ff: int) -> int:
-    """The most of `n_rows` rows in which honest kernels have a quant flipped, but for once in a million."""
-    rate = min(0.5, _FLIP_RATE * n_ff / _INTEGER_GATE_N_FF)
-    if n_rows == 0:
-        return 0
-    log_chance = n_rows * math.log1p(-rate)  # of exactly so many flips, from none on
-    tail = 1 - math.exp(log_chance)
+def has_flips(activation: str) -> bool:
+    """Whether rows of this format are rounded so that a hidden value can fall the other way."""
+    return activation in _FLIPS_A_ROW
+
+
+def flips_max(activation: str, n_rows: int, n_ff: int) -> int:
+    """The most of `n_rows` rows in which honest kernels have a hidden value that fell the other way, but for
+    once in a million.
+    """
+    expected = _FLIPS_A_ROW[activation] * n_ff / _ROUNDED_GATE_N_FF
+    log_none, log_some = -expected, math.log(-math.expm1(-expected))
+    log_chance = n_rows * log_none  # of exactly so many rows, from none on
+    tail = -math.expm1(log_chance)
     flips = 0
     while tail > _FLIPS_CHANCE and flips < n_rows:
         flips += 1
-        log_chance += math.log((n_rows - flips + 1) / flips) + math.log(rate / (1 - rate))
+        log_chance += math.log((n_rows - flips + 1) / flips) + log_some - log_none
         tail -= math.exp(log_chance)
     return flips

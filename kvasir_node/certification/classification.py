@@ -24,6 +24,9 @@ _CANCELLATIONS_MIN: Final = 30
 _CONTRADICTION_BITS: Final = 16
 """Sums of random rows in F32 are right to 20 bits or more; fewer than these contradict pairs that are."""
 
+_EFFECTIVE_BITS_MIN: Final = 20
+"""What sums of random rows must show where a weight type is too coarse for pairs to ask for 24 bits."""
+
 _FLOAT_ACTIVATIONS: Final = {
     (F32_BITS, True): "F32",
     (F16_BITS, False): "F16",
@@ -137,7 +140,9 @@ def classify(figures: ProbeFigures) -> Classification:
         reason = "some results are not finite"
     elif not short:
         accumulator, accumulation = "F64" if _keeps_more_than_f32(figures) else "F32", _word("F32")
-        if figures.weights_kept == 1.0 and figures.effective_bits < _CONTRADICTION_BITS:
+        is_asked = max(each.bits_asked for each in pairs) >= F32_BITS
+        least = _CONTRADICTION_BITS if is_asked else _EFFECTIVE_BITS_MIN
+        if figures.weights_kept == 1.0 and figures.effective_bits < least:
             accumulator, accumulation = "UNKNOWN", _word("UNKNOWN")
             reason = f"pairs are kept, but sums of random rows to {figures.effective_bits:.1f} bits only"
     elif whole:

@@ -51,8 +51,10 @@ def exact_rows(type_name: str, values: Float64Array) -> tuple[Bytes, Flags]:
     return data, is_written
 
 
-def random_rows(type_name: str, n_row: int, n_column: int, draws: np.random.Generator) -> Bytes:
-    """Rows of noise with a deviation near 1: of floats, numbers that are exact in BF16."""
+def random_rows(
+    type_name: str, n_row: int, n_column: int, draws: np.random.Generator, *, exact_in_bf16: bool = False
+) -> Bytes:
+    """Rows of noise with a deviation near 1, of floats on request numbers that are exact in BF16."""
     if type_name == "q8_0":
         blocks = np.zeros((n_row, n_column // 32, 34), np.uint8)
         _put_f16(blocks, 0, draws.uniform(0.8, 1.2, blocks.shape[:2]) / _Q8_0_DEVIATION)
@@ -66,8 +68,8 @@ def random_rows(type_name: str, n_row: int, n_column: int, draws: np.random.Gene
         blocks[:, :, 4:16] = _packed_scales(scales, scales)
         blocks[:, :, 16:] = draws.integers(0, 256, (*blocks.shape[:2], 128))
     else:
-        values = as_bf16(draws.standard_normal((n_row, n_column)).astype(np.float32))
-        return _float_bytes(type_name, values)
+        values = draws.standard_normal((n_row, n_column)).astype(np.float32)
+        return _float_bytes(type_name, as_bf16(values) if exact_in_bf16 else values.astype(np.float64))
     return blocks.reshape(n_row, -1)
 
 

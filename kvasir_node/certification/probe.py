@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -26,7 +27,13 @@ from kvasir_node.certification.classification import (
     ProbeFigures,
     RoundingFigure,
 )
-from kvasir_node.certification.crafted_weights import exact_rows, expanded, random_rows, single_weights
+from kvasir_node.certification.crafted_weights import (
+    CRAFTED_TYPES,
+    exact_rows,
+    expanded,
+    random_rows,
+    single_weights,
+)
 from kvasir_node.certification.synthetic_model import (
     Bytes,
     ExpertShape,
@@ -94,9 +101,11 @@ def product_program(part: str) -> ExpertProgram:
 
 
 def is_probed(type_name: str, shape: ExpertShape) -> bool:
-    """Whether rows of this type can be as wide as the shape has them."""
+    """Whether rows of this type can be crafted, as wide as the shape has them."""
+    widths = [shape.shape_of(part)[0] for part in PARTS]
     elements = TENSOR_TYPES_BY_NAME[type_name].block_elements
-    return all(shape.shape_of(part)[0] % elements == 0 for part in PARTS)
+    is_whole = all(width % elements == 0 for width in widths)
+    return type_name in CRAFTED_TYPES and is_whole and min(widths) >= COLUMNS_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +122,10 @@ def probe_kernel(
 ) -> Iterator[ProductFigures]:
     """Probe a kernel with weights of one type: both products, each batch class in turn.
 
-    Raises `LocalProtocolError` for a shape the type cannot have, or narrower than `COLUMNS_MIN`, and whatever
-    the kernel raises.
+    Raises `LocalProtocolError` for a type and shape that are not `is_probed`, and whatever the kernel
+    raises.
     """
-    if not is_probed(type_name, shape) or min(shape.n_embd, shape.n_ff) < COLUMNS_MIN:
+    if not is_probed(type_name, shape):
         raise LocalProtocolError(
             f"no row of {shape.n_embd} or {shape.n_ff} columns can be probed in {type_name}"
         )
@@ -356,7 +365,7 @@ class _Questions:
         ones[self._minus] = 0
         self._ones = self._add_exact([ones], [(0, 0)]).rows
         self._n_ones = int(ones.sum())
-        data = random_rows(self._type_name, _NOISE_ROWS, self._n_column, self._draws)
+        data = random_rows(self._type_name, _NOISE_ROWS, self._n_column, self._draws, exact_in_bf16=True)
         self._noise = self._add_weights(data)
         self._noise_values = expanded(self._type_name, data)
         self._whole, self._real = [], []
@@ -427,15 +436,21 @@ class _Questions:
 
     def _format_distances(self, answers: _Answers) -> tuple[tuple[str, float], ...]:
         found = np.concatenate([answers.of(row, self._noise)[:1] for row in self._real])
+        with np.errstate(all="ignore"):
+            return tuple(
+                (name, float(np.linalg.norm(found - expected) / np.linalg.norm(expected)))
+                for name, expected in self._exact_of_format.items()
+            )
+
+    @cached_property
+    def _exact_of_format(self) -> dict[str, Float64Array]:
+        """The exact sums of rows of noise that were rounded to each format, [rows, weights]."""
         rows = np.concatenate([self._row_parts[row] for row in self._real])
-        distances = []
-        for name, rounding in ACTIVATION_ROUNDINGS.items():
-            if name == "q8_K" and self._n_column % 256:
-                continue
-            expected = rounding(rows) @ self._noise_values.T
-            with np.errstate(all="ignore"):
-                distances.append((name, float(np.linalg.norm(found - expected) / np.linalg.norm(expected))))
-        return tuple(distances)
+        return {
+            name: rounding(rows) @ self._noise_values.T
+            for name, rounding in ACTIVATION_ROUNDINGS.items()
+            if name != "q8_K" or self._n_column % 256 == 0
+        }
 
     def _effective_bits(self, answers: _Answers) -> float:
         """How exact sums of noise are, in units of the root of the sum of squared terms."""

@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "generate": ("generate", "Generate text on the running swarm."),
     "models": ("models", "The models of this home."),
     "measure": ("measure", "Measure how far a swarm is from a single process."),
+    "certify": ("certify", "Measure what this machine's kernel computes, and what it is fit for."),
     "bench": ("bench", "Measure speed beside a single process."),
     "sim": ("sim", "Run a whole swarm in one process, with every fault, and check what must hold."),
     "doctor": ("doctor", "Check this machine and say what to do."),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvasir_node.certification.synthetic_model import MakeKernel
+from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel
 from kvasir_node.kernels.accumulators import BF16, F16, F16_SUMS, F32, Accumulator
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
+
+NARROW: Final = ExpertShape(256, 256)
+WIDE: Final = ExpertShape(512, 512)
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Emulated:
     accumulation: str
     activation: str
     range: str = "wide"
+    shape: ExpertShape = NARROW
 
 
 def adding(
@@ -60,7 +64,12 @@ TABLE: Final[dict[str, Emulated]] = {
         adding(Accumulator(F16, block=32), "f16"), "MIXED F16/F32", "MIXED", "F16", "F16"
     ),
     "f16-blocks-of-256-16-lanes": Emulated(
-        adding(Accumulator(F16, lanes=16, block=256), "f16"), "MIXED F16/F32", "MIXED", "F16", "F16"
+        adding(Accumulator(F16, lanes=16, block=256), "f16"),
+        "MIXED F16/F32",
+        "MIXED",
+        "F16",
+        "F16",
+        WIDE,
     ),
     "f16-8-lanes-added-in-f32": Emulated(
         adding(Accumulator(F16, lanes=8, lane_sums=F32), "f16"), "MIXED F16/F32", "MIXED", "F16", "F16"

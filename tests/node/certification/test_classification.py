@@ -75,6 +75,9 @@ SHARED = replace(F32, activation_block=32, activation_bits=1)
         # A type that cannot hold the ratio was not asked: it speaks neither for F32 nor against F16.
         (replace(F16, pairs=pairs(11, 32, 64) + pairs(10, 1, 2, asked=10)), "F16", "F16"),
         (replace(F32, pairs=pairs(24, 32) + pairs(10, 1, 2, asked=10)), "F32", "F32"),
+        # Where nothing could be asked for 24 bits, sums of noise must show them.
+        (replace(F32, pairs=pairs(15, 1, 32, asked=15), effective_bits=21.0), "F32", "F32"),
+        (replace(F32, pairs=pairs(15, 1, 32, asked=15), effective_bits=17.0), "UNKNOWN", "UNKNOWN"),
         # Where rows keep their values, more was asked within a block than weights alone could.
         (replace(F32, block_pairs=pairs(11, 1, asked=16)), "MIXED 11-bit/F32", "MIXED"),
         (replace(F16, pairs=pairs(11, 32) + pairs(10, 1, asked=10), block_pairs=pairs(16, 1, asked=16)),
