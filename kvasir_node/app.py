@@ -48,6 +48,7 @@ from kvasir_proto.errors import (
     NotReady,
     RemoteProtocolError,
     TransportUnavailable,
+    UsageError,
 )
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import NodeId, SwarmDigest
@@ -63,6 +64,8 @@ from kvasir_proto.messages.local import (
     InviteRequest,
     PingReply,
     PingRequest,
+    RecoveryReply,
+    RecoveryRequest,
     TokenEvent,
 )
 from kvasir_proto.node_core import LAN
@@ -241,6 +244,13 @@ class Node:
         except LocalProtocolError as error:
             raise NotReady(error.reason) from error
         return InviteReply(format_invite(invite))
+
+    async def recover(self, request: RecoveryRequest) -> RecoveryReply:
+        """A new epoch. Raises `NotReady`, or `UsageError` where the link begins none."""
+        try:
+            return RecoveryReply(await self._running_duty().recover(request.link))
+        except RemoteProtocolError as error:
+            raise UsageError(f"this begins no epoch here: {error.reason}") from error
 
     def _running_duty(self) -> NodeDuty:
         if self._duty is None:

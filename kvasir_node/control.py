@@ -50,6 +50,8 @@ from kvasir_proto.messages.local import (
     LocalMessage,
     PingReply,
     PingRequest,
+    RecoveryReply,
+    RecoveryRequest,
     Refusal,
     StatusReply,
     StatusRequest,
@@ -93,6 +95,9 @@ class Operator(Protocol):
 
     async def issue_invite(self, request: InviteRequest) -> InviteReply:
         """An invite, kept before it is shown. Raises `NotReady` on a node that may issue none now."""
+
+    async def recover(self, request: RecoveryRequest) -> RecoveryReply:
+        """Begin a new epoch, kept before it is answered. Raises `NotReady`, `UsageError` for a bad link."""
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -234,6 +239,8 @@ class ControlServer:
                 await self._while_connected(connection, lambda: self._operator.ping(request))
             case InviteRequest():
                 await self._while_connected(connection, lambda: self._operator.issue_invite(request))
+            case RecoveryRequest():
+                await self._while_connected(connection, lambda: self._operator.recover(request))
             case StopRequest():
                 await connection.send(StopReply())
                 self._operator.stop()
@@ -304,6 +311,15 @@ async def request_invite(locations: Locations, ranks: tuple[Rank, ...], lifetime
     request = InviteRequest(ranks, lifetime)
     reply = await _request(locations, request, InviteReply, REQUEST_TIMEOUT_S)
     return reply.invite
+
+
+async def request_recovery(locations: Locations, link: bytes) -> int:
+    """Have the running daemon begin a new epoch, and say which.
+
+    Raises like `connect_daemon`, `UsageError` for a link that begins none, or `EngineFailed`.
+    """
+    reply = await _request(locations, RecoveryRequest(link), RecoveryReply, REQUEST_TIMEOUT_S)
+    return reply.epoch
 
 
 async def _request(

@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "peers": ("members", "List the members and the way to each."),
     "ping": ("ping", "Measure the round trip to a member, or to all."),
     "invite": ("invite", "Let one more node into the swarm."),
+    "recover": ("recover", "Begin a new epoch when the quorum of electors is lost for good."),
     "generate": ("generate", "Generate text on the running swarm."),
     "models": ("models", "The models of this home."),
     "measure": ("measure", "Measure how far a swarm is from a single process."),

@@ -109,6 +109,11 @@ class CoreDriver:
         if self._outgoing or self._is_saving:
             await self._done.wait()
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something that must survive could not be saved so far, and so was not said either."""
+        return bool(self._unsaved)
+
     async def run(self) -> None:
         """Drive the core until cancelled."""
         async with open_unwrapping_nursery() as nursery:

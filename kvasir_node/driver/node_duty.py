@@ -34,6 +34,7 @@ from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, UseInvite
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.effects import Now, Slot
+from kvasir_proto.election.requests import Recover
 from kvasir_proto.errors import (
     ConfigurationInvalid,
     KvasirError,
@@ -449,6 +450,26 @@ class NodeDuty:
             raise NotReady("the invite could not be saved: see the log") from None
         finally:
             self._invites.pop(request.secret, None)
+
+    async def recover(self, link: bytes) -> int:
+        """Begin the epoch that this link begins, and say which, once it is on disk.
+
+        Raises `NotReady` before this node has entered its swarm, and where it could not be saved;
+        `RemoteProtocolError` for a link that begins none.
+        """
+        core = self._core
+        if core is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        before = core.view().electorate
+        core.command(Recover(link))
+        await core.flush()
+        electorate = core.view().electorate
+        if electorate.epoch <= before.epoch:
+            raise RemoteProtocolError("an epoch as late is known already", "wrong_recovery")
+        if core.has_unsaved:
+            raise NotReady("the new epoch could not be saved: see the log")
+        log.warning("epoch_begun", epoch=electorate.epoch, electors=len(electorate.members))
+        return electorate.epoch
 
     def electorate_digest(self) -> bytes:
         """The digest of the newest electorate known here, for invites. Raises `NotReady`."""

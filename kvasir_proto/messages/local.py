@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
-from kvasir_proto.ids import NodeIdField
+from kvasir_proto.ids import Epoch, NodeIdField
 from kvasir_proto.limits import (
     LOCAL_FRAME_SIZE_MAX,
     ChunkSizes,
@@ -33,6 +33,7 @@ from kvasir_proto.limits import (
     Word,
 )
 from kvasir_proto.messages import Family
+from kvasir_proto.messages.election import LinkBytes
 from kvasir_proto.sampling import Sampling
 
 USAGE_ERROR: Final = "usage_error"
@@ -141,6 +142,22 @@ class InviteReply:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryRequest:
+    """Asks to begin a new epoch: to take in a link that the recovery key signed, and to spread it."""
+
+    kind: ClassVar[str] = "recovery_request"
+    link: LinkBytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReply:
+    """The answer to `RecoveryRequest`, once it is on disk: the epoch that has begun."""
+
+    kind: ClassVar[str] = "recovery_reply"
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Asks the daemon to stop in good order."""
 
@@ -175,6 +192,8 @@ LocalMessage: TypeAlias = (
     | PingReply
     | InviteRequest
     | InviteReply
+    | RecoveryRequest
+    | RecoveryReply
     | StopRequest
     | StopReply
     | Refusal

@@ -23,6 +23,7 @@ from kvasir_node.control import (
     connect_daemon,
     request_invite,
     request_ping,
+    request_recovery,
     request_status,
     request_stop,
 )
@@ -53,6 +54,8 @@ from kvasir_proto.messages.local import (
     LocalMessage,
     PingReply,
     PingRequest,
+    RecoveryReply,
+    RecoveryRequest,
     Refusal,
     StatusReply,
     StatusRequest,
@@ -133,6 +136,11 @@ class Daemon:
         if self.error is not None:
             raise self.error
         return InviteReply(f"{'+'.join(request.ranks)} for {request.lifetime_ns}")
+
+    async def recover(self, request: RecoveryRequest) -> RecoveryReply:
+        if self.error is not None:
+            raise self.error
+        return RecoveryReply(len(request.link))
 
     def stop(self) -> None:
         self.stopped.set()
@@ -220,6 +228,14 @@ async def test_an_invite_is_asked_for_with_ranks_and_lifetime(tmp_path: Path) ->
         daemon.error = NotReady("this node is no elector")
         with pytest.raises(EngineFailed, match="no elector"):
             await request_invite(home_of(path), ("bulk",), seconds(60))
+
+
+async def test_a_recovery_is_handed_on_and_a_bad_one_is_a_wrong_call(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        assert await request_recovery(home_of(path), b"link") == 4
+        daemon.error = UsageError("this begins no epoch here")
+        with pytest.raises(UsageError, match="no epoch"):
+            await request_recovery(home_of(path), b"link")
 
 
 async def test_only_the_owner_can_reach_the_socket(tmp_path: Path) -> None:

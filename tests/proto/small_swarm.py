@@ -44,6 +44,9 @@ def key_of(number: int) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
 
 
+RECOVERY_KEY = key_of(9999)
+
+
 def found(founder: Ed25519PrivateKey, electorate: Any = "open", admission: Any = "open") -> FoundedSwarm:
     public_key = founder.public_key().public_bytes_raw()
     manifest = SwarmManifest(
@@ -55,7 +58,7 @@ def found(founder: Ed25519PrivateKey, electorate: Any = "open", admission: Any =
         compact_activations=False,
         partial_sums=False,
         founder_public_key=public_key,
-        recovery_public_key=key_of(9999).public_key().public_bytes_raw(),
+        recovery_public_key=RECOVERY_KEY.public_key().public_bytes_raw(),
         electorate=electorate,
     )
     return open_swarm_manifest(sign_swarm_manifest(manifest, founder))

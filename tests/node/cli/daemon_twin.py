@@ -13,6 +13,8 @@ import trio
 
 from kvasir_node.control import ControlServer
 from kvasir_node.locations import locate
+from kvasir_proto.codec import decode
+from kvasir_proto.election.configuration import LINK
 from kvasir_proto.errors import NotReady
 from kvasir_proto.messages.local import (
     EvaluateReply,
@@ -23,6 +25,8 @@ from kvasir_proto.messages.local import (
     InviteRequest,
     PingReply,
     PingRequest,
+    RecoveryReply,
+    RecoveryRequest,
     TokenEvent,
 )
 
@@ -34,6 +38,7 @@ class DaemonTwin:
         self.document = document
         self.pinged: list[PingRequest] = []
         self.invited: list[InviteRequest] = []
+        self.recovered: list[RecoveryRequest] = []
         self.round_trip: Callable[[PingRequest], int] = lambda _: 1_500_000
         self.invite: Callable[[InviteRequest], str] | None = None
 
@@ -57,6 +62,10 @@ class DaemonTwin:
         if self.invite is None:
             raise NotReady("only an elector or the founder invites")
         return InviteReply(self.invite(request))
+
+    async def recover(self, request: RecoveryRequest) -> RecoveryReply:
+        self.recovered.append(request)
+        return RecoveryReply(decode(request.link, LINK).electorate.epoch)
 
     def stop(self) -> None:
         raise AssertionError("nobody asked for that")

@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.capability import CapabilityRecord
-from kvasir_proto.errors import KvasirError
+from kvasir_proto.election.configuration import make_recovery
+from kvasir_proto.errors import KvasirError, RemoteProtocolError
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
@@ -21,6 +23,7 @@ from kvasir_proto.placement.plan import Plan
 from kvasir_proto.sampling import Sampling
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.twins import TwinEngine, until
+from tests.proto.small_swarm import RECOVERY_KEY
 
 
 @contextlib.asynccontextmanager
@@ -306,6 +309,36 @@ async def test_a_backbone_whose_engine_keeps_dying_leaves_the_lease_to_a_standby
         assert (state, "died 3 times within 10 min" in reason) == ("degraded", True)
         await trio.sleep(700)
         assert first.duty.state()[0] == "ready", "its engine has been well since"
+
+
+async def test_a_quorum_lost_for_good_is_replaced_by_the_recovery_key(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        await ready_nodes(world, 4)
+        last, *others = sorted(world.nodes, key=lambda each: -each.number)
+        for each in others:
+            await each.crash()
+        await trio.sleep(60)
+        assert world.backbone is None, "one of four electors elects nobody"
+        assert last.duty.state()[0] in ("electing", "isolated")
+        with pytest.raises(RemoteProtocolError, match="recovery key"):
+            await last.duty.recover(make_recovery(last.key, world.swarm.digest, 1, "open", [last.node_id]))
+        link = make_recovery(RECOVERY_KEY, world.swarm.digest, 1, "open", [last.node_id])
+        assert await last.duty.recover(link) == 1
+        with pytest.raises(RemoteProtocolError, match="known already"):
+            await last.duty.recover(link)
+        await until(lambda: world.backbone is last)
+        assert b"recovered" in last.slots["electorate"], "it is on disk"
+        for each in others:
+            each.start()
+        await until(world.is_ready)
+        core = others[0].duty._core
+        assert core is not None
+        await until(lambda: core.view().electorate.epoch == 1)
+        fence = core.view().fence
+        assert fence is not None
+        assert fence[:2] > (1, 0)
 
 
 async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so(
