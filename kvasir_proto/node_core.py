@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -294,6 +295,10 @@ class NodeView:
 
 
 _NOTHING: Final = ShardSet()
+_SUBSTANCE: Final = attrgetter(
+    *(each.name for each in fields(CapabilityRecord) if each.name not in ("sequence", "expires"))
+)
+"""All that a record says but its number and its time."""
 
 
 @dataclass(slots=True)
@@ -1281,7 +1286,7 @@ def _coarse_rtt(rtt: Duration | None) -> int | None:
 
 def _says_the_same(before: CapabilityRecord, now: CapabilityRecord) -> bool:
     """Whether a record was only said again, as each is from time to time."""
-    return replace(before, sequence=now.sequence, expires=now.expires) == now
+    return _SUBSTANCE(before) == _SUBSTANCE(now)
 
 
 def _ranking(record: CapabilityRecord) -> tuple[bool, CandidateRank]:

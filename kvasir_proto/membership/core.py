@@ -90,6 +90,8 @@ _JOIN_AT_ONCE: Final = 3
 _ANSWERED_PARTS_MAX: Final = 64
 """Parts of the table given away in a second; beyond it each request still gets one."""
 _LATE_MAX: Final = 64
+_LOOK_INTERVAL: Final = Duration(100_000_000)
+"""Between two calls to dead members of whom others say that they live: a liar makes us call no more often."""
 _TWIN_SIGNS: Final = 3
 _MISSES_OF_A_BROKEN_PATH: Final = 3
 """Probes in a row that only helpers got answered: fewer may be chance."""
@@ -151,6 +153,7 @@ class MembershipCore:
         self._own_clock_offset: Duration | None = None
 
         self._sequence = 0
+        self._looked_at = now.instant
         self._probes: dict[int, _Probe] = {}
         self._relays: dict[int, _Relay] = {}
         self._late: dict[int, tuple[NodeId, Instant]] = {}
@@ -441,11 +444,15 @@ class MembershipCore:
         known = entry.claim
         if abs(claim.incarnation - known.incarnation) > INCARNATION_STEP_MAX and source != node_id:
             # It said such numbers of itself, and neither of us believes the other's. But if others found it
-            # dead, we have to look ourselves, unless it spoke to us just now.
+            # dead, or alive where we think it dead, we have to look ourselves, if it did not speak just now.
             seen = entry.last_seen
             is_new = seen is not None and between(seen, now.instant) < self._options.probe_interval
-            if claim.state not in LIVE and not is_new:
-                self._probe(entry, now)
+            if entry.is_live:
+                if claim.state not in LIVE and not is_new:
+                    self._probe(entry, now)
+            elif claim.state in LIVE and between(self._looked_at, now.instant) >= _LOOK_INTERVAL:
+                self._looked_at = now.instant
+                self._call(entry.node_id)
             return
         if claim.incarnation == known.incarnation and claim.instance != known.instance:
             self._mark_conflict(entry, now)
@@ -1203,7 +1210,10 @@ class MembershipCore:
         candidates = silent if silent and (self._seeds_turn or not gone) else gone
         if not candidates:
             return
-        node_id = self._entropy.choice(candidates)
+        self._call(self._entropy.choice(candidates))
+
+    def _call(self, node_id: NodeId) -> None:
+        """Ask somebody who is not there whether it is: an answer is news, and silence is none."""
         self._sequence += 1
         entry = self._table.get(node_id)
         updates = self._self.packed if entry is None else self._updates_for(entry)

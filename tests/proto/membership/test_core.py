@@ -562,6 +562,23 @@ def test_who_said_numbers_that_nobody_else_believes_is_looked_at_by_ourselves() 
     assert state_of(lone, THREE) == "alive"
 
 
+def test_a_dead_member_of_whom_others_say_far_higher_numbers_is_called_and_comes_back() -> None:
+    """It had outdone liars, step by step; whoever missed a step thought it dead and never looked again."""
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    lone.hears(gossip(claim(ONE, "dead")), TWO)
+    assert state_of(lone, ONE) == "dead"
+    far = 3 * INCARNATION_STEP_MAX
+    lone.waits(SECOND)
+    said = lone.hears(gossip(claim(ONE, incarnation=far)), TWO)
+    said += lone.hears(gossip(claim(ONE, incarnation=far)), TWO)
+    (ping,) = messages(said, Ping, to=ONE)
+    assert state_of(lone, ONE) == "dead"
+    assert messages(lone.hears(gossip(claim(ONE, "dead", incarnation=far)), TWO), Ping, to=ONE) == []
+    lone.hears(Ack(ping.sequence, EPOCH_WALL, far, RUN, b""), ONE)
+    assert state_of(lone, ONE) == "alive"
+
+
 def test_record_that_came_by_itself_is_no_news_when_it_is_hinted() -> None:
     lone = Lone()
     lone.hears(gossip(claim(ONE)), TWO)
