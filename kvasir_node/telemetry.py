@@ -44,12 +44,13 @@ REPEATS_INTERVAL_S: Final = 60.0
 
 _CAUSED_BY_STRANGERS: Final = frozenset(
     {
-        *("connection_refused", "stream_refused", "stream_ended", "stream_handler_failed"),
-        *("conversation_refused", "request_refused", "request_failed", "member_joined", "member_silent"),
-        *("stranger_refused", "accept_failed", "gossip_task_failed", "gossip_heartbeat_failed"),
-        *("member_found_on_lan", "record_not_stored"),
+        *("stream_ended", "stream_handler_failed", "request_failed", "member_joined", "member_silent"),
+        *("accept_failed", "gossip_task_failed", "gossip_heartbeat_failed"),
+        *("member_found_on_lan", "record_not_stored", "members_full"),
     }
 )
+_REFUSALS: Final = "_refused"
+"""How every event ends that tells of something that came from elsewhere and was not taken."""
 _process_keys: dict[str, object] = {}
 _library_levels: dict[str, int] = {}
 
@@ -129,7 +130,7 @@ class _RepeatLimit:
         self, _logger: object, _method: str, event: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
         kind = event["event"]
-        if kind not in _CAUSED_BY_STRANGERS:
+        if kind not in _CAUSED_BY_STRANGERS and not kind.endswith(_REFUSALS):
             return event
         with self._lock:
             time_now = time.monotonic()

@@ -150,20 +150,21 @@ def test_a_closed_pipe_stops_nobody() -> None:
     get_logger().info("member_joined")
 
 
-def test_what_strangers_cause_again_and_again_is_summed_up() -> None:
+@pytest.mark.parametrize("kind", ["stream_refused", "message_refused", "election_message_refused"])
+def test_what_strangers_cause_again_and_again_is_summed_up(kind: str) -> None:
     stream = io.StringIO()
     configure_telemetry("info", "json", {}, stream, repeats_interval_s=0.2)
     for number in range(400):
-        get_logger().warning("stream_refused", node=str(number))
+        get_logger().warning(kind, node=str(number))
         get_logger().info("holder_connected")
     deadline = time.monotonic() + 10.0
     while "repeats_left_out" not in stream.getvalue() and time.monotonic() < deadline:
         time.sleep(0.01)
     events = lines(stream)
-    shown = [event["node"] for event in events if event["event"] == "stream_refused"]
+    shown = [event["node"] for event in events if event["event"] == kind]
     assert shown == [str(number) for number in range(REPEATS_SHOWN_MAX)]
     assert sum(event["event"] == "holder_connected" for event in events) == 400, "nothing of ours is left out"
     (summary,) = [event for event in events if event["event"] == "repeats_left_out"]
-    assert (summary["of"], summary["count"]) == ("stream_refused", 400 - REPEATS_SHOWN_MAX)
-    get_logger().warning("stream_refused", node="later")
+    assert (summary["of"], summary["count"]) == (kind, 400 - REPEATS_SHOWN_MAX)
+    get_logger().warning(kind, node="later")
     assert lines(stream)[-1]["node"] == "later", "a new interval has begun"
