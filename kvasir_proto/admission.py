@@ -410,6 +410,11 @@ class AdmissionBook:
         return self._swarm.manifest.founder_public_key
 
     @property
+    def is_asking(self) -> bool:
+        """Whether an invite was used and its issuer has not answered."""
+        return self._using is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it waits to be told what was revoked, and judges nobody."""
         return self._caught_up_at is not None

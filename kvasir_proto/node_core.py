@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_proto.admission import (
     AdmissionBook,
     AdmissionEvent,
+    AdmissionFailed,
     CompareRevocations,
     ComparisonDue,
     CredentialGained,
@@ -86,7 +87,7 @@ from kvasir_proto.messages.core import (
 )
 from kvasir_proto.messages.election import Knowledge
 from kvasir_proto.messages.plan import PlanAccept, PlanOffer, PlanRefusal
-from kvasir_proto.messages.records import RecordMessage, RecordReply, RecordRequest
+from kvasir_proto.messages.records import RecordReply
 from kvasir_proto.placement import options as placement_options
 from kvasir_proto.placement.core import BecomeBackbone, NotePlan, PlacementCore, PlanDue, SetInventory
 from kvasir_proto.placement.core import StepDown as StopPlanning
@@ -125,8 +126,10 @@ RTT_IGNORED: Final[Duration] = milliseconds(50)
 """Round trips below it are all the same to placement: a LAN's, and what a busy machine adds to them."""
 COMPARE_SPACING: Final[Duration] = milliseconds(1000)
 """Between two members that are asked what was revoked, when many come back at once."""
-INTRODUCED_MAX: Final = 64
-"""Nodes that showed their records while it was not known yet what was revoked; they are shown ours after."""
+INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
+"""How often a node that does not answer is shown our record again, in a swarm by invitation."""
+INTRODUCED_MAX: Final = 4096
+"""Nodes of which it is remembered when they were shown it; those shown longest ago are shown it again."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often it is looked at while an elector is not alive: it counts how long."""
 
@@ -417,7 +420,6 @@ class NodeCore:
         self._clock_offset: Duration | None = None
         self._candidacy = SetCandidacy(False)
         self._known_members = SetMembers()
-        self._seeds: tuple[NodeId, ...] = ()
         self._plan = self._placement.plan
         self._signed_plan = b""
         self._served: Plan | None = None
@@ -426,7 +428,8 @@ class NodeCore:
         self._held: HeldShard | None = None
         self._is_planning = False
         self._entropy = entropy
-        self._to_introduce_to: tuple[NodeId, ...] = ()
+        self._introduced_at: dict[NodeId, Instant] = {}
+        self._admission_failure = ""
         self._compared_at = Instant(now.instant - COMPARE_SPACING)
         self._needed: frozenset[NodeId] = frozenset()
         self._absent_since: dict[NodeId, Instant] = {}
@@ -461,7 +464,7 @@ class NodeCore:
                 if not self._conflict or isinstance(message, Knowledge):
                     self._election.receive(message, sender, now)
             elif isinstance(message, RECORD_MESSAGES):
-                self._take_records(message, sender, now)
+                self._book.receive(message, sender, now)
             elif isinstance(message, PlanOffer):
                 self._take_offer(message, sender, now)
             elif isinstance(message, PlanAccept | PlanRefusal):
@@ -498,12 +501,11 @@ class NodeCore:
             return
         match request:
             case Seed(node_ids):
-                self._seeds = node_ids
-                self._introduce_to(node_ids)
                 if self._admission.is_waiting:
                     self._compare_revocations(node_ids, now)
                 self._membership.command(request, now)
-            case ConnectionLost():
+            case ConnectionLost(node_id):
+                self._introduced_at.pop(node_id, None)
                 self._membership.command(request, now)
             case IssueInvite() | UseInvite() | Revoke():
                 self._admission.command(request, now)
@@ -652,6 +654,12 @@ class NodeCore:
             return "stopping", ""
         if self._conflict:
             return "conflicted", self._conflict
+        if not self.is_admitted:
+            if self._admission_failure:
+                return "joining", as_sentence(f"not admitted: {self._admission_failure}")
+            asks = self._admission.is_asking
+            waits = "its invite is not answered yet" if asks else "this node needs an invite"
+            return "joining", f"this swarm is by invitation: {waits}"
         if fence is None:
             return "joining", "no backbone is known yet"
         if fence.backbone == self._node_id:
@@ -721,7 +729,7 @@ class NodeCore:
     def _settle_membership(self, now: Now) -> None:
         """As `_settle`, where nobody but membership was asked: mostly it only has something to send."""
         output = self._membership.drain()
-        self._effects += output
+        self._effects += self._introducing(output, now)
         news = [each for each in output if type(each) is not Send]
         for each in news:
             self._hear(each, now)
@@ -740,8 +748,8 @@ class NodeCore:
             )
             is_quiet = True
             for output in outputs:
+                self._effects += self._introducing(output, now)
                 for each in output:
-                    self._effects.append(each)
                     if type(each) is not Send:
                         is_quiet = False
                         self._hear(each, now)
@@ -751,7 +759,7 @@ class NodeCore:
                     self._issue(due.plan, now)
                 else:
                     self._effects.append(due)
-            self._effects += self._offers.drain()
+            self._effects += self._introducing(self._offers.drain(), now)
             if is_quiet and not plans:
                 return
 
@@ -782,8 +790,11 @@ class NodeCore:
                 self._offers.renew_proof(proof)
                 self._note_change(now.instant)
             case CredentialGained():
+                self._admission_failure = ""
                 self._describe_itself(now)
-                self._introduce_to(self._seeds)
+                self._note_change(now.instant)
+            case AdmissionFailed():
+                self._admission_failure = event.reason
                 self._note_change(now.instant)
             case ComparisonDue():
                 view = self._membership.view()
@@ -791,9 +802,6 @@ class NodeCore:
                     self._compare_revocations((self._entropy.choice(view),), now)
             case MembershipChanged():
                 self._book.command(JudgeAnew(), now)
-                if not self._admission.is_waiting:
-                    shown, self._to_introduce_to = self._to_introduce_to, ()
-                    self._introduce_to(tuple(each for each in shown if self._may_speak(each)))
                 self._note_change(now.instant)
             case _:
                 pass
@@ -813,6 +821,8 @@ class NodeCore:
     def _hear_of_member(self, event: MemberChanged, now: Now) -> None:
         standing = self._standing.get(event.node_id)
         is_live = event.state in ("alive", "suspect")
+        if event.state != "alive":
+            self._introduced_at.pop(event.node_id, None)  # it may have lost our record
         self._book.command(NoteLive(event.node_id, is_live), now)
         if is_live and standing is not None and standing.is_absent:
             self._compare_revocations((event.node_id,), now)
@@ -964,27 +974,41 @@ class NodeCore:
             credential=self._admission.credential,
         )
         self._book.command(PublishOwn(record, state_matters), now)
-        if not self._said:
-            self._introduce_to(self._seeds)  # there was nothing to show when it was told of them
         self._said = said
 
-    def _introduce_to(self, node_ids: tuple[NodeId, ...]) -> None:
-        """In a swarm by invitation: show them our record, so that they hear what else we say."""
-        digest = self._book.digest_of(self._node_id)
-        data = None if digest is None else self._book.data_of(digest)
-        if self._is_by_invitation and data is not None:
-            self._effects += [Send(each, RecordReply((data,))) for each in node_ids if each != self._node_id]
+    def _introducing(self, effects: Sequence[Effect | NodeEvent], now: Now) -> Sequence[Effect | NodeEvent]:
+        """In a swarm by invitation: our record goes before the first thing that we say to a node.
 
-    def _take_records(self, message: RecordMessage, sender: NodeId, now: Now) -> None:
-        """Who shows us its record in a swarm by invitation is shown ours: else it would not hear us."""
-        before = self._book.digest_of(sender)
-        self._book.receive(message, sender, now)
-        if not self._is_by_invitation or isinstance(message, RecordRequest):
-            return
-        if self._admission.is_waiting:
-            self._to_introduce_to = (*self._to_introduce_to, sender)[-INTRODUCED_MAX:]
-        elif self._book.digest_of(sender) not in (before, None):
-            self._introduce_to((sender,))
+        Else it would not hear us. Gossip and hints bring it everywhere too, but not to those whom a newcomer
+        meets first; it goes again, now and then, to whoever does not answer.
+        """
+        if not self._is_by_invitation or not effects:
+            return effects
+        introduced: list[Effect | NodeEvent] = []
+        for each in effects:
+            if type(each) is Send and not isinstance(each.message, RECORD_MESSAGES + ADMISSION_MESSAGES):
+                data = self._introduction(each.to, now.instant)
+                if data:
+                    introduced.append(Send(each.to, RecordReply((data,))))
+            introduced.append(each)
+        return introduced
+
+    def _introduction(self, node_id: NodeId, now: Instant) -> bytes:
+        """Our record, if this node has to be shown it now."""
+        shown_at = self._introduced_at.get(node_id)
+        if shown_at is not None and (
+            self._membership.is_live(node_id) or between(shown_at, now) < INTRODUCTION_INTERVAL
+        ):
+            return b""
+        own = self._book.record_of(self._node_id)
+        digest = self._book.digest_of(self._node_id)
+        if own is None or digest is None or (own.credential is None and not self._is_founder):
+            return b""  # nothing that anybody would take
+        self._introduced_at.pop(node_id, None)
+        while len(self._introduced_at) >= INTRODUCED_MAX:
+            del self._introduced_at[next(iter(self._introduced_at))]
+        self._introduced_at[node_id] = now
+        return self._book.data_of(digest) or b""
 
     def _may_speak(self, sender: NodeId) -> bool:
         """Whether what this node says is heard at all."""

@@ -123,3 +123,35 @@ def test_a_backbone_that_is_stopped_in_good_order_is_replaced_sooner_than_its_le
     assert after["term"] > before["term"]
     first.start()
     nodes.wait_settled()
+
+
+def test_a_swarm_by_invitation_takes_in_whom_it_invited_and_others_say_why_not(tmp_path: Path) -> None:
+    model = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=2, n_expert=12))
+
+    def said(*arguments: str) -> str:
+        done = subprocess.run(
+            kvasir(*arguments), check=True, capture_output=True, timeout=PATIENCE_S, text=True
+        )
+        return done.stdout.strip()
+
+    said("--home", str(tmp_path / "n0"), "init", "--found", "--admission", "invite", "--model", str(model))
+    daemons = [
+        Daemon(tmp_path / f"n{number}", *(("--model", str(model)) if number else ())) for number in range(4)
+    ]
+    try:
+        daemons[0].start()
+        document = daemons[0].wait(lambda each: each["addresses"] and each["lease_s"] is not None, "a lease")
+        for number in (1, 2):
+            home = str(tmp_path / f"n{number}")
+            said("--home", home, "init", "--join", said("--home", str(tmp_path / "n0"), "invite"))
+        said("--home", str(tmp_path / "n3"), "init", "--join", document["addresses"][0])
+        for daemon in daemons[1:]:
+            daemon.start()
+        for daemon in daemons[:3]:
+            daemon.wait(
+                lambda each: each["state"] == "ready" and len(each["members"]) == 2, "ready, all three"
+            )
+        daemons[3].wait(lambda each: "by invitation" in each["reason"], "a reason")
+    finally:
+        for daemon in daemons:
+            daemon.end()

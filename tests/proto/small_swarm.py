@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,6 +116,10 @@ class SmallSwarm:
         self.time: int = seconds(1000)
         self.nodes: dict[NodeId, SmallNode] = {}
         self.cut: set[tuple[NodeId, NodeId]] = set()
+        self.sent: Counter[tuple[NodeId, NodeId, str]] = Counter()
+        """Messages by sender, receiver and kind."""
+        self.gossips = True
+        """Whether what a node publishes reaches anybody, as it does not before the mesh is there."""
         self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -202,10 +207,12 @@ class SmallSwarm:
                 case Persist(slot, data):
                     node.stored[slot] = data
                 case Send(to, message):
+                    self.sent[node.node_id, to, message.kind] += 1
                     self._send(node.node_id, to, encode(message))
                 case Publish(topic, data):
                     for other in self.nodes.values():
-                        if other is not node and (node.node_id, other.node_id) not in self.cut:
+                        reached = self.gossips and (node.node_id, other.node_id) not in self.cut
+                        if other is not node and reached:
                             self._hear_gossip(other, topic, data, node.node_id)
                 case FetchRecord() | Notice():
                     node.told.append(effect)

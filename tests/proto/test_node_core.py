@@ -580,6 +580,58 @@ def test_minted_identities_fill_the_book_of_an_open_swarm_and_hinder_nobody(
         assert {each.node_id for each in node.core.view().members} <= {*members, newcomer.node_id}
 
 
+@pytest.mark.parametrize("lost", [(), (1,), (2,), (1, 2)])
+def test_who_was_invited_is_heard_without_gossip_whatever_is_lost_at_first(lost: tuple[int, ...]) -> None:
+    swarm = SmallSwarm(1, admission="invite")
+    swarm.gossips = False
+    swarm.run(seconds(5))
+    founder = swarm.node(1)
+    assert founder.core is not None
+    digest = founder.core.view().electorate.digest()
+    ranks: tuple[Rank, ...] = ("backbone", "output", "bulk")
+    request = IssueInvite(b"0123456789abcdef", digest, ranks, ("/ip4/127.0.0.1/tcp/1",), seconds(600))
+    founder.core.command(request, swarm.now())
+    swarm._do(founder)
+    (issued,) = of_type(founder, InviteIssued)
+    invited = swarm.add(2)
+    assert invited.core is not None
+    swarm.run(seconds(1))
+    assert invited.core.view().reason == "this swarm is by invitation: this node needs an invite"
+    invited.core.command(UseInvite(issued.invite), swarm.now())
+    swarm._do(invited)
+    core = invited.core
+    swarm.run(seconds(5), lambda: core.is_admitted)
+    pair = {1: (founder.node_id, invited.node_id), 2: (invited.node_id, founder.node_id)}
+    swarm.cut = {pair[each] for each in lost}
+    swarm.run(seconds(3))
+    swarm.cut = set()
+    swarm.run(seconds(30), lambda: all_ready(swarm))
+    shown = swarm.sent[invited.node_id, founder.node_id, "record_reply"]
+    assert shown <= 10, "who hears it is not shown the record again and again"
+
+
+def test_a_refused_invite_is_told_in_the_state_of_who_used_it() -> None:
+    swarm = SmallSwarm(1, admission="invite")
+    swarm.run(seconds(5))
+    founder = swarm.node(1)
+    assert founder.core is not None
+    digest = founder.core.view().electorate.digest()
+    request = IssueInvite(b"0123456789abcdef", digest, ("bulk",), ("/ip4/127.0.0.1/tcp/1",), seconds(600))
+    founder.core.command(request, swarm.now())
+    swarm._do(founder)
+    (issued,) = of_type(founder, InviteIssued)
+    reasons = []
+    for number in (2, 3):
+        node = swarm.add(number)
+        assert node.core is not None
+        node.core.command(UseInvite(issued.invite), swarm.now())
+        swarm._do(node)
+        swarm.run(seconds(20))
+        reasons.append(node.core.view().reason)
+    assert "not admitted" not in reasons[0]
+    assert reasons[1].startswith("not admitted: "), reasons[1]
+
+
 def test_a_plan_is_told_once_and_an_offer_that_comes_again_is_answered_again() -> None:
     swarm = SmallSwarm(4)
     swarm.run(seconds(20), lambda: all_ready(swarm))
