@@ -23,7 +23,9 @@ from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, GossipSub
 from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.rpc_queue import RpcQueue
+from libp2p.tools.timed_cache.first_seen_cache import FirstSeenCache
 
+from kvasir_node.backoff import retry_delay_s
 from kvasir_node.net.buffered_stream import BufferedStream
 from kvasir_node.net.host import Libp2pHost
 from kvasir_node.net.token_bucket import TokenBucket
@@ -41,6 +43,12 @@ _NAMED_MAX: Final = 64
 _PENDING_MAX: Final = 16
 """Messages kept for a node that has not said yet what it listens to."""
 _RESTART_S: Final = 1.0
+_OPENING_S: Final = 10.0
+"""How long the opening of a stream to a connected node may take."""
+_OPEN_AGAIN_MAX_S: Final = 16.0
+"""The longest pause before a connected node that took no stream is asked again: a stranger, or one that still
+waits for its model.
+"""
 
 log = structlog.get_logger(__name__)
 
@@ -104,6 +112,8 @@ class GossipCounts:
     dropped_full: int = 0
     failures: int = 0
     """Tasks of libp2p's that failed on what they were sent."""
+    said_before: int = 0
+    """Messages of our own that equal one of the last two minutes, and so went to nobody."""
 
 
 class GossipMesh:
@@ -166,13 +176,10 @@ class GossipMesh:
             nursery.start_soon(service.run)
             nursery.start_soon(self._router.run)
             await service.wait_until_ready()
-            nursery.start_soon(service.replace_dead_streams, self._options.heartbeat_interval_s)
+            nursery.start_soon(service.keep_streams, self._options.heartbeat_interval_s)
             try:
                 for name in self._names.values():
                     await service.subscribe(name)
-                # Those connected before we began were not announced to us.
-                for node_id in self._host.connected_nodes():
-                    tasks.run_task(service.ensure_peer_stream, ID.from_base58(node_id))
                 task_status.started()
                 await self._publish_what_waits(service)
             finally:
@@ -188,6 +195,10 @@ class GossipMesh:
                 topic, data = self._to_publish.popleft()
                 message = rpc_pb2.Message(data=data, topicIDs=[self._names[topic]])
                 try:
+                    if service.has_seen(message):
+                        self._counts.said_before += 1
+                        log.warning("gossip_said_before", topic=topic)
+                        continue
                     await service.push_msg(service.my_id, message)
                     self._counts.published += 1
                 except Exception as error:  # whatever a stranger made its tables look like
@@ -290,6 +301,9 @@ class _Pubsub(Pubsub):
     def __init__(self, libp2p_host: Any, router: _Router, mesh: GossipMesh) -> None:
         self._mesh = mesh
         self._read: dict[ID, list[Any]] = {}
+        self._opening: set[ID] = set()
+        self._refusals: dict[ID, tuple[int, float]] = {}
+        """How often in a row a connected node took no stream, and when it is asked again."""
         super().__init__(
             libp2p_host,
             router,
@@ -302,6 +316,9 @@ class _Pubsub(Pubsub):
             max_inbound_rpc_size=max(1 << 20, 4 * mesh._options.message_size_max),
             allowed_topics=frozenset(mesh._topics),
         )
+        # libp2p's remembers a message anew at each look, so that one repeated by somebody never ages.
+        self.seen_messages._stop_event.set()
+        self.seen_messages = FirstSeenCache(_REMEMBERED_S)
 
     async def continuously_read_stream(self, stream: Any) -> None:
         """Read one node's messages, in large pieces."""
@@ -314,16 +331,54 @@ class _Pubsub(Pubsub):
             if not streams:
                 self._read.pop(stream.muxed_conn.peer_id, None)
 
-    async def replace_dead_streams(self, interval_s: float) -> None:
-        """Open the stream to a node again whose connection was replaced.
+    async def stream_handler(self, stream: Any) -> None:
+        """Read what a node says to us, and speak to it from now on if we could not before."""
+        libp2p_id = stream.muxed_conn.peer_id
+        self._refusals.pop(libp2p_id, None)
+        if libp2p_id not in self.peers:
+            self.manager.run_task(self._handle_new_peer_with_retry, libp2p_id)
+        await super().stream_handler(stream)
 
-        libp2p keeps the dead one as long as there is a connection, and so never says what we listen to.
+    async def keep_streams(self, interval_s: float) -> None:
+        """See to it that there is a stream to each connected node that takes part, for as long as it does.
+
+        libp2p tries once, when a node is connected, which may be before that node takes part. And it keeps
+        the stream of a connection that was replaced, and so never says what we listen to.
         """
         while True:
             for libp2p_id, stream in list(self.peers.items()):
                 if stream.muxed_conn.is_closed:
                     self._handle_dead_peer(libp2p_id)
+            connected = [ID.from_base58(each) for each in self._mesh._host.connected_nodes()]
+            for gone in self._refusals.keys() - set(connected):
+                del self._refusals[gone]
+            for libp2p_id in connected:
+                _, again_s = self._refusals.get(libp2p_id, (0, 0.0))
+                if libp2p_id not in self.peers and again_s <= trio.current_time():
+                    self.manager.run_task(self._handle_new_peer_with_retry, libp2p_id)
             await trio.sleep(interval_s)
+
+    async def _handle_new_peer_with_retry(self, peer_id: ID, _timeout: float | None = None) -> None:
+        """Try once to open a stream to a connected node; `keep_streams` tries again, whatever went wrong."""
+        if peer_id in self.peers or peer_id in self._opening or not self._peer_is_connected(peer_id):
+            return
+        self._opening.add(peer_id)
+        try:
+            with trio.fail_after(_OPENING_S):
+                await self._handle_new_peer(peer_id)
+            self._refusals.pop(peer_id, None)
+        except Exception as error:  # libp2p raises many types here, none documented
+            failures = self._refusals.get(peer_id, (0, 0.0))[0] + 1
+            pause_s = retry_delay_s(failures, self._mesh._options.heartbeat_interval_s, _OPEN_AGAIN_MAX_S)
+            self._refusals[peer_id] = failures, trio.current_time() + pause_s
+            reason = f"{type(error).__name__}: {error}"
+            log.debug("gossip_stream_refused", node=str(peer_id), failures=failures, reason=reason)
+        finally:
+            self._opening.discard(peer_id)
+
+    def has_seen(self, message: Any) -> bool:
+        """Whether an equal message was seen in the last two minutes."""
+        return bool(self._is_msg_seen(message))
 
     async def push_msg(self, msg_forwarder: ID, msg: Any) -> None:
         """Check a message and pass it on. All of libp2p's steps that concern us, in an order that costs less.

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
+from libp2p.host.exceptions import StreamFailure
 from libp2p.network.stream.exceptions import StreamClosed, StreamReset
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11
 from libp2p.pubsub.pb import rpc_pb2
+from libp2p.tools.timed_cache import first_seen_cache
 from libp2p.utils import encode_varint_prefixed
 
 from kvasir_node.net.gossip import GossipMesh, GossipOptions
 from kvasir_node.net.host import Libp2pHost
-from kvasir_node.ports import Gossiped
+from kvasir_node.ports import GOSSIP_TOPICS, Gossiped
 from tests.loopback.swarm_of_hosts import OTHER_SWARM, PATIENCE_S, SWARM, connect_all, hosts, until
 from tests.node.net.gossip_conformance import ACCEPT, Gossiper, check_gossip, heard
 
@@ -27,16 +32,13 @@ NAME = f"/kvasir/{SWARM.hex()[:16]}/records"
 
 @contextlib.asynccontextmanager
 async def meshes(
-    some: list[Libp2pHost], options: GossipOptions | None = None, *, late: bool = False
+    some: list[Libp2pHost], options: GossipOptions | None = None
 ) -> AsyncIterator[list[GossipMesh]]:
     async with trio.open_nursery() as nursery:
         found = [GossipMesh(each, SWARM, ACCEPT, options) for each in some]
-        if late:
-            await connect_all(some)
         for mesh in found:
             await nursery.start(mesh.run)
-        if not late:
-            await connect_all(some)
+        await connect_all(some)
         await until(
             lambda: all(
                 len(mesh.neighbours(topic)) == len(some) - 1
@@ -57,11 +59,80 @@ async def test_gossip_conforms() -> None:
     await check_gossip(make_members)
 
 
-async def test_those_connected_before_gossip_began_are_found() -> None:
-    async with hosts(2) as some, meshes(some, late=True) as (first, second):
-        first.publish("terms", b"good")
-        with trio.fail_after(PATIENCE_S):
-            assert (await second.receive()).data == b"good"
+ORDERS = list(permutations(("dialler runs", "dialled runs", "connected")))
+
+
+async def have_met(first: GossipMesh, second: GossipMesh) -> None:
+    """Wait until both pass on to each other what is said on either topic."""
+    topics = GOSSIP_TOPICS
+    await until(lambda: all(len(each.neighbours(topic)) == 1 for each in (first, second) for topic in topics))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+async def test_whoever_takes_part_first_and_whenever_they_connect_both_hear(order: tuple[str, ...]) -> None:
+    async with hosts(2) as some, trio.open_nursery() as nursery:
+        first, second = (GossipMesh(each, SWARM, ACCEPT) for each in some)
+        for step in order:
+            if step == "connected":
+                await some[0].connect(some[1].addresses())
+                alone = [each._pubsub for each in (first, second) if each._pubsub is not None]
+                if len(alone) == 1:  # it asks at once, and is told that the other does not take part
+                    await until(lambda alone=alone: alone[0]._refusals)
+            else:
+                await nursery.start((first if step == "dialler runs" else second).run)
+        await have_met(first, second)
+        for host, mesh, other in ((some[0], first, second), (some[1], second, first)):
+            other.publish("terms", b"good from the other of " + host.node_id.encode())
+            assert len(await heard(Gossiper(host.node_id, mesh), 1)) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_that_could_not_be_opened_is_tried_again_whatever_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hosts(2) as some, trio.open_nursery() as nursery:
+        options = GossipOptions(heartbeat_interval_s=0.05)
+        first, second = (GossipMesh(each, SWARM, ACCEPT, options) for each in some)
+        for mesh in (first, second):
+            await nursery.start(mesh.run)
+            assert mesh._pubsub is not None
+            errors = iter([StreamFailure("late"), TimeoutError(), OSError(), ValueError("what is this")])
+            monkeypatch.setattr(
+                mesh._pubsub, "_handle_new_peer", failing(mesh._pubsub._handle_new_peer, errors)
+            )
+        await some[0].connect(some[1].addresses())
+        await have_met(first, second)
+        nursery.cancel_scope.cancel()
+
+
+def failing(real: Any, errors: Iterator[Exception]) -> Any:
+    """Raise each of these in turn, then do the real thing."""
+
+    async def do(libp2p_id: ID) -> None:
+        for error in errors:
+            raise error
+        await real(libp2p_id)
+
+    return do
+
+
+async def test_what_is_said_again_is_one_message_for_two_minutes_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hosts(2) as some, meshes(some) as (first, second):
+        clock_s = time.time()
+        monkeypatch.setattr(first_seen_cache, "time", SimpleNamespace(time=lambda: clock_s))
+        for each in range(1, 6):
+            first.publish("terms", b"good")
+            await until(
+                lambda each=each: first.statistics().published + first.statistics().said_before == each
+            )
+            with trio.fail_after(PATIENCE_S):
+                if each in (1, 5):
+                    assert (await second.receive()).data == b"good"
+            clock_s += 30.0
+        assert first.statistics().said_before == 3
+        assert second.statistics().received == 2
 
 
 async def raw_stream(stranger: Libp2pHost, victim: Libp2pHost) -> Any:
