@@ -10,7 +10,7 @@ review. Files, streams and clocks are the driver's; a session's tokens never pas
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -42,6 +42,7 @@ from kvasir_proto.election.options import ElectionOptions
 from kvasir_proto.election.requests import (
     AdoptAnnouncement,
     AdoptProof,
+    CatchUp,
     ChangeElectorate,
     ElectionEvent,
     ElectorateChanged,
@@ -131,7 +132,9 @@ INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
 INTRODUCED_MAX: Final = 4096
 """Nodes of which it is remembered when they were shown it; those shown longest ago are shown it again."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
-"""How often it is looked at while an elector is not alive: it counts how long."""
+"""How often it is looked at while an elector is not alive: it counts how long. And how often somebody is
+asked who the backbone is, while this node knows none that lives.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +423,8 @@ class NodeCore:
         self._clock_offset: Duration | None = None
         self._candidacy = SetCandidacy(False)
         self._known_members = SetMembers()
+        self._asked = self._node_id
+        """Whom this node asked last who the backbone is."""
         self._plan = self._placement.plan
         self._signed_plan = b""
         self._served: Plan | None = None
@@ -841,8 +846,8 @@ class NodeCore:
         fence = self._election.fence
         if fence is not None and fence.backbone == event.node_id and event.state != "alive":
             self._election.command(SuspectBackbone(event.node_id), now)
-        if standing is not None or (fence is not None and fence.backbone == event.node_id):
-            # Nothing follows from who never said what it is.
+        if standing is not None or fence is None or fence.backbone == event.node_id:
+            # Nothing else follows from who never said what it is.
             self._note_change(now.instant)
 
     def _hear_of_hint(self, hint: RecordHint, now: Now) -> None:
@@ -942,11 +947,25 @@ class NodeCore:
         if needed != self._needed:
             self._needed = needed
             self._book.command(NoteNeeded(needed), now)
+        self._ask_for_backbone(now)
         if self._election.role is not Role.BACKBONE:
             return
         self._review_electorate(electors, eligible, dead, now)
         if self._is_planning:
             self._placement.command(SetInventory(self._places()), now)
+
+    def _ask_for_backbone(self, now: Now) -> None:
+        """While no backbone is known that lives, ask a member, each time the next, what it knows.
+
+        Announcements go by gossip, in which a newcomer has no part for its first seconds.
+        """
+        fence = self._election.fence
+        others = self._membership.view()
+        if (fence is not None and self._is_live(fence.backbone)) or not others:
+            return
+        self._asked = others[bisect_right(others, self._asked) % len(others)]
+        self._election.command(CatchUp(self._asked), now)
+        self._note_change(now.instant, WATCH_INTERVAL)
 
     def _allowed_capability(self) -> CapabilityRecord:
         """What this node says of itself, without ranks that it was not invited for."""

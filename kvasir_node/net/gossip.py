@@ -318,7 +318,7 @@ class _Pubsub(Pubsub):
         )
         # libp2p's remembers a message anew at each look, so that one repeated by somebody never ages.
         self.seen_messages._stop_event.set()
-        self.seen_messages = FirstSeenCache(_REMEMBERED_S)
+        self.seen_messages: Any = FirstSeenCache(_REMEMBERED_S)
 
     async def continuously_read_stream(self, stream: Any) -> None:
         """Read one node's messages, in large pieces."""

@@ -609,7 +609,10 @@ class ElectionCore:
 
     def _announce(self, now: Instant) -> None:
         self._announce_at = after(now, self._options.announcement)
-        self._output.append(Publish("terms", encode(self._knowledge.announcement())))
+        tenure = self._tenure
+        assert tenure is not None
+        tenure.announcements += 1
+        self._output.append(Publish("terms", encode(self._knowledge.announcement(tenure.announcements))))
 
     def _on_release(self, message: LeaseRelease, now: Instant) -> None:
         released = verify_release(message.release, self._swarm_digest, self._knowledge.fence)

@@ -209,9 +209,12 @@ class ProvenKnowledge:
         newest = self.newest
         return KnowledgeRequest(newest.epoch, newest.version, *self.fence_order, first.digest())
 
-    def announcement(self) -> Knowledge:
-        """What everybody should hear when it changed: the newest electorate and the fence's proof."""
-        return Knowledge(tuple(each.data for each in self._links[-1:]), self.proof, (), ())
+    def announcement(self, number: int = 0) -> Knowledge:
+        """What everybody should hear when it changed: the newest electorate and the fence's proof.
+
+        `number` tells it from the one before, where it goes by gossip.
+        """
+        return Knowledge(tuple(each.data for each in self._links[-1:]), self.proof, (), (), number)
 
     def stored_electorates(self) -> bytes:
         """The content of the slot `electorate`."""

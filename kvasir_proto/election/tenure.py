@@ -43,6 +43,7 @@ class Tenure:
         self.electorate = electorate
         self.until: Instant | None = None
         self.number = 0
+        self.announcements = 0
         self._asked: dict[int, Instant] = {}
         self._granted: dict[bytes, Instant] = {}
         self.knows_proof: set[NodeId] = set()

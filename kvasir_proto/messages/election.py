@@ -174,13 +174,17 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """Electorates in their order, the newest term proof, the highest term a quorum was ready for, liars."""
+    """Electorates in their order, the newest term proof, the highest term a quorum was ready for, liars.
+
+    `number` grows with each announcement of one term, for gossip carries equal bytes once only; 0 in answers.
+    """
 
     kind: ClassVar[str] = "knowledge"
     links: Links
     proof: OptionalProof
     readiness: Readiness
     evidence: Annotated[tuple[Evidence, ...], Length(0, EVIDENCE_COUNT_MAX)]
+    number: Sequence63 = 0
 
 
 ElectionMessage: TypeAlias = (

@@ -1,7 +1,8 @@
 """A handful of node cores on one event queue, every message through the codec: enough to test `node_core`.
 
-No faults but those a test makes: a node that is stopped hears nothing, a link can be cut. Shards load after
-a fixed time. The simulator (`kvasir_node.sim`) is the same idea with everything that can go wrong.
+No faults but those a test makes: a node that is stopped hears nothing, a link can be cut, gossip can be lost.
+Equal bytes are one message for two minutes, as in gossip's port. Shards load after a fixed time. The
+simulator (`kvasir_node.sim`) is the same idea with everything that can go wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kvasir_proto.swarm_manifest import (
 WALL = 1_800_000_000 * 10**9
 DELAY = milliseconds(1)
 LOADING = milliseconds(50)
+REMEMBERED = seconds(120)
 MODEL = ModelShape(layers=(0, 1, 2, 3), n_expert=8, n_expert_used=2, expert_sizes_bytes=(1000,) * 4)
 
 
@@ -120,6 +122,9 @@ class SmallSwarm:
         """Messages by sender, receiver and kind."""
         self.gossips = True
         """Whether what a node publishes reaches anybody, as it does not before the mesh is there."""
+        self.repeated: list[bytes] = []
+        """What somebody published though it had been, by anybody, so that nobody heard it."""
+        self._published: dict[tuple[str, bytes], int] = {}
         self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -210,10 +215,7 @@ class SmallSwarm:
                     self.sent[node.node_id, to, message.kind] += 1
                     self._send(node.node_id, to, encode(message))
                 case Publish(topic, data):
-                    for other in self.nodes.values():
-                        reached = self.gossips and (node.node_id, other.node_id) not in self.cut
-                        if other is not node and reached:
-                            self._hear_gossip(other, topic, data, node.node_id)
+                    self._spread(node.node_id, topic, data)
                 case FetchRecord() | Notice():
                     node.told.append(effect)
                 case PlanReceived(plan, _):
@@ -236,6 +238,15 @@ class SmallSwarm:
             core.tick(self.now())
 
         return tick
+
+    def _spread(self, publisher: NodeId, topic: Any, data: bytes) -> None:
+        if self.time - self._published.get((topic, data), -REMEMBERED) < REMEMBERED:
+            self.repeated.append(data)
+            return
+        self._published[topic, data] = self.time
+        for node_id, other in self.nodes.items():
+            if node_id != publisher and self.gossips and (publisher, node_id) not in self.cut:
+                self._hear_gossip(other, topic, data, publisher)
 
     def _hear_gossip(self, other: SmallNode, topic: Any, data: bytes, sender: NodeId) -> None:
         self._later(other, DELAY, lambda core: core.receive_published(topic, data, sender, self.now()))

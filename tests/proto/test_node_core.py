@@ -19,6 +19,7 @@ from kvasir_proto.admission import (
     sign_revocation,
 )
 from kvasir_proto.capability import seal_record
+from kvasir_proto.codec import decode
 from kvasir_proto.effects import Notice
 from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
@@ -28,6 +29,7 @@ from kvasir_proto.instants import Instant, milliseconds, seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
+from kvasir_proto.messages.election import ELECTION, Knowledge
 from kvasir_proto.messages.membership import Ping
 from kvasir_proto.messages.plan import PlanAccept
 from kvasir_proto.node_core import (
@@ -734,3 +736,62 @@ def test_a_seed_that_is_nobody_costs_nothing() -> None:
     core.command(Seed((stranger,)), swarm.now())
     swarm._do(swarm.node(1))
     swarm.run(seconds(10))
+
+
+def test_what_is_announced_again_is_never_what_gossip_has_carried_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swarm = SmallSwarm(3)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    late = swarm.add(4, ranks=(), stands_for_elector=False, has_backbone_file=False, memory_bytes=0)
+    heard: list[tuple[str, bytes]] = []
+    assert late.core is not None
+    monkeypatch.setattr(late.core, "receive_published", lambda topic, data, *_: heard.append((topic, data)))
+    swarm.run(seconds(100), lambda: sum(topic == "terms" for topic, _ in heard) == 3)
+    said = [decode(data, ELECTION) for topic, data in heard if topic == "terms"]
+    assert all(isinstance(each, Knowledge) and each.proof for each in said)
+    assert swarm.repeated == []
+
+
+def has_what_they_say(node: SmallNode, others: list[SmallNode]) -> bool:
+    """Whether a node has what all of these say of themselves now."""
+    core = node.core
+    assert core is not None
+    said = [each.core.record_of(each.node_id) for each in others if each.core is not None]
+    return None not in said and [core.record_of(each.node_id) for each in others] == said
+
+
+@pytest.mark.parametrize("admission", ["open", "invite"])
+def test_what_was_lost_to_gossip_reaches_everybody_all_the_same(admission: str) -> None:
+    swarm = SmallSwarm(1, admission=admission)
+    swarm.run(seconds(5))
+    for number in (2, 3, 4):
+        node = swarm.add(number)
+        if admission == "invite":
+            invite(swarm, swarm.node(1), node, bytes([number]) * 16)
+    members = list(swarm.nodes.values())
+    swarm.run(seconds(30), lambda: all_ready(swarm) and has_what_they_say(swarm.node(2), members))
+
+    newcomer = swarm.add(5, ranks=("bulk",), stands_for_elector=False, memory_bytes=0)
+    everybody = list(swarm.nodes.values())
+    swarm.gossips = False
+    if admission == "invite":
+        invite(swarm, swarm.node(1), newcomer, bytes([5]) * 16)
+    (backbone,) = backbones(swarm)
+    took = swarm.run(seconds(10), lambda: fence_of(newcomer) == fence_of(backbone))
+    assert took < 5, "who is backbone is asked for, not waited for"
+    swarm.run(seconds(20), lambda: all(has_what_they_say(each, everybody) for each in everybody))
+
+    assert backbone.core is not None
+    backbone.core.command(Describe(replace(backbone.capability, device="another")), swarm.now())
+    swarm._do(backbone)
+    swarm.run(seconds(2))
+    swarm.run(seconds(20), lambda: all(has_what_they_say(each, everybody) for each in everybody))
+    assert newcomer.core is not None
+    said = newcomer.core.record_of(backbone.node_id)
+    assert said is not None
+    assert said.device == "another"
+
+
+def fence_of(node: SmallNode) -> Any:
+    return node.core.fence if node.core is not None else None
