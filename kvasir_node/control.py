@@ -28,12 +28,10 @@ from kvasir_proto.errors import (
     DaemonUnreachable,
     EngineFailed,
     KvasirError,
-    ModelAborted,
     NotRunning,
     ProtocolError,
     RemoteProtocolError,
-    TransportUnavailable,
-    UsageError,
+    error_of,
 )
 from kvasir_proto.framing import FrameReader, frame
 from kvasir_proto.ids import NodeId
@@ -330,7 +328,7 @@ async def _request(
         with trio.move_on_after(timeout_s):
             reply = await connection.ask(request)
             if isinstance(reply, Refusal):
-                raise _error_of(reply)
+                raise error_of(reply.code, reply.reason)
             if not isinstance(reply, reply_type):
                 raise EngineFailed(f"the daemon answered {reply.kind} to a {request.kind}")
             return reply
@@ -346,7 +344,7 @@ async def request_stop(locations: Locations, timeout_s: float) -> None:
         with trio.move_on_after(timeout_s):
             reply = await connection.ask(StopRequest())
             if isinstance(reply, Refusal):
-                raise _error_of(reply)
+                raise error_of(reply.code, reply.reason)
             await connection.wait_closed()
             return
     raise EngineFailed(f"the daemon did not stop within {timeout_s:g} s")
@@ -372,7 +370,7 @@ async def collect_text(
             case GenerateEnd():
                 piece = decoder.decode(b"", final=True)
             case Refusal():
-                raise _error_of(reply)
+                raise error_of(reply.code, reply.reason)
             case _:
                 raise EngineFailed(f"the daemon answered {reply.kind} to a request for text")
         parts.append(piece)
@@ -381,12 +379,3 @@ async def collect_text(
         if isinstance(reply, GenerateEnd):
             return tokens, "".join(parts), reply
         reply = await connection.receive()
-
-
-_RAISED_AS_THEY_ARE: Final = (UsageError, ModelAborted, TransportUnavailable)
-
-
-def _error_of(refusal: Refusal) -> KvasirError:
-    """The daemon's refusal as the error that ends a command."""
-    kind = next((each for each in _RAISED_AS_THEY_ARE if each("").code == refusal.code), EngineFailed)
-    return kind(refusal.reason)

@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,17 +37,24 @@ from kvasir_node.local_swarm import (
 from kvasir_node.locations import Locations, locate
 from kvasir_node.measure.statistics import compare_logits, largest_delta, open_logits
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_proto.errors import DaemonUnreachable, EngineFailed, NotRunning
-from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest
+from kvasir_proto.errors import DaemonUnreachable, EngineFailed, NotRunning, error_of, error_of_session
+from kvasir_proto.messages.local import EvaluateReply, EvaluateRequest, GenerateEnd, GenerateRequest, Refusal
 from kvasir_proto.sampling import Sampling
 from kvasir_proto.swarm_manifest import Thresholds
 
-READY_TIMEOUT_S: Final = 90.0
+READY_TIMEOUT_S: Final = 180.0
+"""Seconds until a swarm is ready; one of four is within ten, on a machine that does nothing else."""
+
 STOP_TIMEOUT_S: Final = 20.0
 SESSION_TIMEOUT_S: Final = 300.0
 _POLL_S: Final = 0.1
+_SAY_AGAIN_S: Final = 10.0
+_SESSIONS_MAX: Final = 3
+"""Sessions that may end before a worker could be killed."""
+
+_PROBE_TOKENS: Final = 4
 _STALL_S: Final = 0.3
-"""Long enough for the backbone to have rows outstanding at a stopped worker, far below their deadline."""
+"""Without text for so long the backbone waits for a worker that was stopped; far below its rows' deadline."""
 
 _LOG_TAIL_BYTES: Final = 2000
 _EVALUATIONS_MAX: Final = 3
@@ -83,6 +90,12 @@ class DemoNode:
         document: dict[str, Any] = json.loads(await request_status(self.locations))
         return document
 
+    async def status_or_none(self) -> dict[str, Any] | None:
+        """Its status document; None while it starts, or is too busy to answer."""
+        with contextlib.suppress(NotRunning, DaemonUnreachable, EngineFailed):
+            return await self.status()
+        return None
+
     def log_tail(self) -> str:
         """The end of what it logged, for an error message."""
         return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
@@ -111,7 +124,7 @@ class DemoReporter:
 async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) -> dict[str, Any]:
     """Run it in ``directory``, which is its own; the report that `demo --json` prints.
 
-    Raises `EngineFailed` when the swarm does not come up or loses the session.
+    Raises `EngineFailed` when the swarm does not come up, and like `error_of_session` when a session fails.
     """
     async with _open_swarm(options, directory, report.say) as swarm:
         return await _demonstrate(options, swarm, directory, report)
@@ -130,24 +143,19 @@ async def _demonstrate(
         sampling=options.sampling,
     )
     report.text(options.prompt)
-    killed_pid = None
-    async with connect_daemon(backbone.locations) as connection:
-        with trio.fail_after(SESSION_TIMEOUT_S):
-            if options.kill_worker:
-                victim = workers[-1]["engine"]["pid"]
-                killed_pid, (tokens, text, end) = await _generate_while_killing(
-                    connection, request, victim, swarm.workers[-1], report.text
-                )
-            else:
-                tokens, text, end = await collect_text(connection, request, report.text)
+    killed: int | None = None
+    if options.kill_worker:
+        killed, (tokens, text, end) = await _generate_while_killing(swarm, request, report)
+    else:
+        tokens, text, end = await _generate(backbone, request, report.text)
     if end.reason == "failed":
-        raise EngineFailed(f"the session failed: {end.code}: {end.detail}")
+        raise error_of_session(end.code, end.detail)
     session = json.loads(end.statistics)
     report.text("\n")
     report.say("running the same in a single process")
     reference, compared = await _compare(options, backbone, tokens, directory)
     finished = await backbone.status()
-    alive = swarm.workers[:-1] if options.kill_worker else swarm.workers
+    alive = [node for index, node in enumerate(swarm.workers) if index != killed]
     alive_statuses = [await node.status() for node in alive]
     decisions = _worker_decisions(finished, alive_statuses)
     same_text = reference["tokens"] == tokens
@@ -172,16 +180,17 @@ async def _demonstrate(
         "same_tokens_as_single_process": same_text,
         "router": {"worker_decisions": decisions},
         "experts_missing_total": finished["experts_missing_total"],
-        "tokens_per_second": session["tokens_per_second"],
-        "single_process_tokens_per_second": reference["tokens_per_second"],
+        # One token is no rate: the first comes with the prompt.
+        "tokens_per_second": session["tokens_per_second"] if len(tokens) > 1 else None,
+        "single_process_tokens_per_second": reference["tokens_per_second"] if len(tokens) > 1 else None,
         "hook_calls": session["hook_calls"],
     }
     if is_mixed:
         result["mixed"] = _mixed_part(started, alive_statuses, compared)
         result["passed"] = result["passed"] and result["mixed"]["passed"]
-    if options.kill_worker:
+    if killed is not None:
         result |= {
-            "killed_pid": killed_pid,
+            "killed_pid": workers[killed]["engine"]["pid"],
             "rows_retried": session["rows_retried"],
             "text_equals_uninterrupted": same_text,
         }
@@ -189,40 +198,104 @@ async def _demonstrate(
     return result
 
 
+async def _generate(
+    backbone: DemoNode, request: GenerateRequest, on_text: Callable[[str], None]
+) -> tuple[list[int], str, GenerateEnd]:
+    async with connect_daemon(backbone.locations) as connection:
+        with trio.fail_after(SESSION_TIMEOUT_S):
+            return await collect_text(connection, request, on_text)
+
+
 async def _generate_while_killing(
-    connection: Any,
-    request: GenerateRequest,
-    engine_pid: int,
-    node: DemoNode,
-    on_text: Callable[[str], None],
+    swarm: DemoSwarm, request: GenerateRequest, report: DemoReporter
 ) -> tuple[int, tuple[list[int], str, GenerateEnd]]:
-    """SIGKILL a holder while it owes rows: once a third of the text is there, stop it, then kill it.
+    """SIGKILL a holder while it owes rows, in the middle of the text; its index among the workers.
+
+    Of all holders the one that is asked for most: the plan may give others nothing, or ask them only in need.
+    A session that ends before that is run again; the second time the first piece of text is middle enough.
+    """
+    for attempt in range(_SESSIONS_MAX):
+        victim = await _most_asked(swarm, request)
+        kill = WorkerKill(
+            engine_pid=swarm.worker_statuses[victim]["engine"]["pid"],
+            end_node=swarm.workers[victim].process.kill,
+            after_pieces=1 if attempt else max(1, request.n_tokens // 3),
+        )
+
+        def count(piece: str, kill: WorkerKill = kill) -> None:
+            report.text(piece)
+            kill.note_piece()
+
+        async with open_unwrapping_nursery() as nursery:
+            nursery.start_soon(kill.run)
+            outcome = await _generate(swarm.backbone, request, count)
+            nursery.cancel_scope.cancel()
+        if kill.is_done or outcome[2].reason == "failed":
+            return victim, outcome
+        report.text("\n")
+        report.say("the text ended before the worker could be killed: once more")
+    raise EngineFailed(f"{_SESSIONS_MAX} times the text ended before a worker could be killed")
+
+
+async def _most_asked(swarm: DemoSwarm, request: GenerateRequest) -> int:
+    """The index of the worker that the backbone asks for most rows now, as a few tokens show."""
+    before = _rows_asked(await swarm.backbone.status())
+    few = replace(request, n_tokens=min(request.n_tokens, _PROBE_TOKENS))
+    _, _, end = await _generate(swarm.backbone, few, lambda _: None)
+    if end.reason == "failed":
+        raise error_of_session(end.code, end.detail)
+    after = _rows_asked(await swarm.backbone.status())
+    asked = [after.get(each["node_id"], 0) - before.get(each["node_id"], 0) for each in swarm.worker_statuses]
+    if not any(asked):
+        raise EngineFailed("no worker was asked for rows: there is none to be killed")
+    return asked.index(max(asked))
+
+
+def _rows_asked(backbone: dict[str, Any]) -> dict[str, int]:
+    """How many rows the backbone has asked of each holder."""
+    if backbone["engine_statistics"] is None:
+        raise EngineFailed("the backbone's engine did not answer when it was asked for its counters")
+    rows: dict[str, int] = backbone["engine_statistics"]["dispatch"]["rows_by_holder"]
+    return rows
+
+
+class WorkerKill:
+    """The end of a worker that owes rows: stopped after some pieces of text, killed once no more come.
 
     Stopped first, it is sure to have rows outstanding when it dies; a kill between two layers would be
-    noticed before anything was asked of it.
+    noticed before anything was asked of it. While text goes on coming it is asked for nothing, or has
+    answered before it stopped. A worker that is not killed in the end goes on.
     """
-    pieces = 0
-    reached = trio.Event()
 
-    def count(piece: str) -> None:
-        nonlocal pieces
-        pieces += 1
-        on_text(piece)
-        if pieces >= max(1, request.n_tokens // 3):
-            reached.set()
+    def __init__(self, engine_pid: int, end_node: Callable[[], None], after_pieces: int) -> None:
+        self._engine_pid = engine_pid
+        self._end_node = end_node
+        self._after_pieces = after_pieces
+        self._pieces = 0
+        self._is_time = trio.Event()
+        self.is_done = False
 
-    async def kill() -> None:
-        await reached.wait()
-        os.kill(engine_pid, signal.SIGSTOP)
-        await trio.sleep(_STALL_S)
-        os.kill(engine_pid, signal.SIGKILL)
-        node.process.kill()
+    def note_piece(self) -> None:
+        """A piece of the session's text has come."""
+        self._pieces += 1
+        if self._pieces >= self._after_pieces:
+            self._is_time.set()
 
-    async with open_unwrapping_nursery() as nursery:
-        nursery.start_soon(kill)
-        outcome = await collect_text(connection, request, count)
-        nursery.cancel_scope.cancel()
-    return engine_pid, outcome
+    async def run(self) -> None:
+        """Wait for the time, then do it; cancelled when the session is over."""
+        await self._is_time.wait()
+        os.kill(self._engine_pid, signal.SIGSTOP)
+        try:
+            seen = -1
+            while seen != self._pieces:
+                seen = self._pieces
+                await trio.sleep(_STALL_S)
+            os.kill(self._engine_pid, signal.SIGKILL)
+            self._end_node()
+            self.is_done = True
+        finally:
+            if not self.is_done:
+                os.kill(self._engine_pid, signal.SIGCONT)
 
 
 async def _compare(
@@ -277,6 +350,8 @@ async def _evaluate_swarm(backbone: DemoNode, request: EvaluateRequest) -> None:
     async with connect_daemon(backbone.locations) as connection:
         with trio.fail_after(SESSION_TIMEOUT_S):
             reply = await connection.ask(request)
+    if isinstance(reply, Refusal):
+        raise error_of(reply.code, reply.reason)
     if not isinstance(reply, EvaluateReply):
         raise EngineFailed(f"the swarm's logits could not be had: {reply}")
 
@@ -381,7 +456,7 @@ async def _open_swarm(
             own = [*common, "--kernel", "emulated-f16"] if is_f16 else exact
             nodes.append(_start_node(directory / f"node-{number}", "--join", address, *own))
         say("waiting until they have found each other, elected a backbone and loaded their experts")
-        yield await _wait_ready(nodes)
+        yield await _wait_ready(nodes, say)
     finally:
         with trio.CancelScope(shield=True):
             await _stop_nodes(nodes)
@@ -393,32 +468,59 @@ def _memory_option(founder: app.Home, n_workers: int) -> list[str]:
     return ["--memory-mib", str(1 + experts_bytes * 9 // (8 * n_workers) // (1 << 20))]
 
 
-async def _wait_ready(nodes: list[DemoNode]) -> DemoSwarm:
-    """Wait until every node is ready and all follow the same plan of the same backbone."""
-    statuses: list[dict[str, Any]] = []
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        statuses = [
-            await _wait_status(nodes, index, lambda document: document["state"] == "ready")
-            for index in range(len(nodes))
-        ]
-        followed = {
-            (each["backbone"], each["epoch"], each["term"], each["plan"]["revision"]) for each in statuses
-        }
-        if len(followed) == 1 and {each["state"] for each in statuses} == {"ready"}:
+async def _wait_ready(nodes: list[DemoNode], say: Callable[[str], None]) -> DemoSwarm:
+    """Wait until every node is ready and all serve the plan of one backbone; say now and then for what."""
+    started = said = time.monotonic()
+    while True:
+        _check_running(nodes)
+        statuses = [await node.status_or_none() for node in nodes]
+        waits_for = what_is_not_ready({node.name: each for node, each in zip(nodes, statuses, strict=True)})
+        now = time.monotonic()
+        if not waits_for:
             break
+        if now - started > READY_TIMEOUT_S:
+            raise EngineFailed(f"the swarm was not ready in {READY_TIMEOUT_S:g} s: {waits_for}")
+        if now - said > _SAY_AGAIN_S:
+            said = now
+            say(f"still waiting after {now - started:.0f} s: {waits_for}")
         await trio.sleep(_POLL_S)
-    else:
-        raise EngineFailed(f"the nodes did not agree on a plan in {READY_TIMEOUT_S:g} s")
-    index = next(
-        each for each, document in enumerate(statuses) if document["node_id"] == document["backbone"]
-    )
-    return DemoSwarm(
-        nodes[index],
-        [node for node in nodes if node is not nodes[index]],
-        statuses[index],
-        [document for document in statuses if document is not statuses[index]],
-    )
+    ready = [(node, each) for node, each in zip(nodes, statuses, strict=True) if each is not None]
+    others = [(node, each) for node, each in ready if each["node_id"] != each["backbone"]]
+    ((backbone, document),) = (each for each in ready if each not in others)
+    return DemoSwarm(backbone, [node for node, _ in others], document, [each for _, each in others])
+
+
+def what_is_not_ready(statuses: Mapping[str, dict[str, Any] | None]) -> str:
+    """What a swarm of these nodes still lacks, in a few words; empty when it is ready.
+
+    By name: each node's status document, None while it does not answer. Of those that the plan gives nothing
+    no more is asked than to follow the same backbone.
+    """
+    for name, document in statuses.items():
+        if document is None:
+            return f"{name} does not answer yet"
+        if document["state"] != "ready":
+            reason = f", {document['reason']}" if document["reason"] else ""
+            return f"{name} is {document['state']}{reason}"
+    documents = {name: each for name, each in statuses.items() if each is not None}
+    terms = {(each["backbone"], each["epoch"], each["term"]) for each in documents.values()}
+    if len(terms) > 1:
+        return f"the nodes follow {len(terms)} different terms"
+    leading = [each for each in documents.values() if each["node_id"] == each["backbone"]]
+    if not leading:
+        return "none of the nodes is the backbone"
+    wanted = _version(leading[0])
+    holders = {each["node_id"] for each in leading[0]["members"] if each["shards"]}
+    for name, document in documents.items():
+        if document["node_id"] in holders and _version(document) != wanted:
+            return f"{name} has not heard of revision {wanted[2]} of the plan"
+    return ""
+
+
+def _version(document: dict[str, Any]) -> tuple[int, int, int]:
+    """Which plan a node knows."""
+    plan = document["plan"]
+    return plan["epoch"], plan["term"], plan["revision"]
 
 
 def _environment() -> dict[str, str]:
@@ -450,20 +552,21 @@ async def _wait_status(
 ) -> dict[str, Any]:
     """Wait until a node's status fulfils ``condition``; fails at once when any node has died."""
     deadline = time.monotonic() + READY_TIMEOUT_S
-    document: dict[str, Any] = {}
+    document: dict[str, Any] | None = None
     while time.monotonic() < deadline:
-        for node in nodes:
-            if node.process.poll() is not None:
-                raise EngineFailed(
-                    f"{node.name} ended with status {node.process.returncode}:\n{node.log_tail()}"
-                )
-        with contextlib.suppress(NotRunning, DaemonUnreachable):
-            document = await nodes[index].status()
-            if condition(document):
-                return document
+        _check_running(nodes)
+        document = await nodes[index].status_or_none()
+        if document is not None and condition(document):
+            return document
         await trio.sleep(_POLL_S)
-    state = f"{document.get('state')}: {document.get('reason')}" if document else "it does not answer"
+    state = f"{document['state']}: {document['reason']}" if document else "it does not answer"
     raise EngineFailed(f"{nodes[index].name} was not ready in {READY_TIMEOUT_S:g} s ({state})")
+
+
+def _check_running(nodes: list[DemoNode]) -> None:
+    for node in nodes:
+        if node.process.poll() is not None:
+            raise EngineFailed(f"{node.name} ended with status {node.process.returncode}:\n{node.log_tail()}")
 
 
 async def _stop_nodes(nodes: list[DemoNode]) -> None:

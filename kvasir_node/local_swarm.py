@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_node.engine.lease import boottime_ns
 from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, Engine, load_trunk, start_engine
-from kvasir_proto.errors import EngineFailed, ModelUnusable
+from kvasir_proto.errors import EngineFailed, ModelUnusable, error_of_session
 from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.messages.engine import (
     ConnectHolder,
@@ -191,7 +191,7 @@ async def evaluate_logits(
 
 
 async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Sampling) -> Generation:
-    """Run one session. Raises `EngineFailed` when it fails."""
+    """Run one session. Raises like `error_of_session` when it fails."""
     tokenized = await engine.exchange(Tokenize(engine.next_request(), prompt), Tokenized, CONNECT_TIMEOUT_S)
     session = SessionId(secrets.token_bytes(16))
     await engine.send(
@@ -211,7 +211,7 @@ async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Samp
                 tokens.append(event.token)
             case SessionEnded() if event.session == session:
                 if event.reason == "failed":
-                    raise EngineFailed(f"{event.code}: {event.detail}")
+                    raise error_of_session(event.code, event.detail)
                 return Generation(tokenized.token_ids, tuple(tokens), event.tokens_per_second)
             case _:
                 pass  # what an engine says about holders is its dispatcher's to act on

@@ -9,7 +9,7 @@ nor command line.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class ProtocolError(Exception):
@@ -126,3 +126,32 @@ class OutOfTolerance(KvasirError):
     """A measurement is outside the tolerance it was held to."""
 
     exit_code = 9
+
+
+def error_of(code: str, reason: str) -> KvasirError:
+    """What another process of ours reported, as the error that ends a command with the status of its class.
+
+    `EngineFailed` where the class has none of its own.
+    """
+    return _WITH_STATUS.get(code, EngineFailed)(reason)
+
+
+def error_of_session(code: str, detail: str) -> KvasirError:
+    """As `error_of`, of a session that failed: the code is in the sentence, but where the call was wrong."""
+    error = error_of(code, detail)
+    return error if isinstance(error, UsageError) else type(error)(f"{code}: {detail}")
+
+
+_WITH_STATUS: Final = {
+    each("").code: each
+    for each in (
+        UsageError,
+        ConfigurationInvalid,
+        ModelUnusable,
+        ModelAborted,
+        IncompatibleVersion,
+        OutOfTolerance,
+        TransportUnavailable,
+    )
+}
+"""Not `NotRunning`, `AlreadyRunning`, `PortInUse`: who has answered has not failed in one of these ways."""

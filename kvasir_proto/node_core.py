@@ -305,6 +305,7 @@ _SUBSTANCE: Final = attrgetter(
     *(each.name for each in fields(CapabilityRecord) if each.name not in ("sequence", "expires"))
 )
 """All that a record says but its number and its time."""
+_NOT_NEEDED: Final = "the plan needs nothing of it"
 
 
 @dataclass(slots=True)
@@ -676,14 +677,17 @@ class NodeCore:
                 return "isolated", f"no member answers, and the backbone {fence.backbone} {seen}"
             return "electing", f"the backbone {fence.backbone} {seen}"
         if self._plan is None or not _is_of(self._plan, fence):
-            # A plan is offered to those it names: whose backbone serves without it is not needed.
+            # A plan is offered to those it names before anybody else: whose backbone serves is not needed.
             said = self._book.record_of(fence.backbone)
             is_served = said is not None and said.state in ("ready", "degraded")
-            return ("ready", "the plan needs nothing of it") if is_served else ("joining", "no plan yet")
+            return ("ready", _NOT_NEEDED) if is_served else ("joining", "no plan yet")
         if self._refusal is not None:
             return "degraded", self._refusal.reason
+        shard = self._plan.shard_of(self._node_id)
+        if not len(shard) and self._held is None:
+            return "ready", _NOT_NEEDED
         if self._served != self._plan:
-            return "loading", f"loading {len(self._plan.shard_of(self._node_id))} experts"
+            return "loading", f"loading {len(shard)} experts"
         return "ready", ""
 
     def _state_of_backbone(self, fence: ProvenTerm) -> tuple[NodeState, str]:
@@ -953,6 +957,8 @@ class NodeCore:
         self._review_electorate(electors, eligible, dead, now)
         if self._is_planning:
             self._placement.command(SetInventory(self._places()), now)
+            others = (each for each in sorted(self._standing) if each != self._node_id)
+            self._offers.inform((each for each in others if self._is_live(each)), now.instant)
 
     def _ask_for_backbone(self, now: Now) -> None:
         """While no backbone is known that lives, ask a member, each time the next, what it knows.

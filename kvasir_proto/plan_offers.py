@@ -3,13 +3,15 @@
 The backbone's side of the plan exchange, apart from placement (which decides what the plan is) and from
 election (which decides who may issue one). Each node of the plan is offered it until it answers, with growing
 pauses and never in bursts; what it answers is a fact for placement. A refusal pauses the offers to that node
-longer, since the reason may pass; nothing here gives a node up.
+longer, since the reason may pass; nothing here gives a node up. Whoever the plan gives nothing is told too,
+so that it knows the plan in force, as long as that costs little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 from kvasir_proto.effects import Send
@@ -21,6 +23,8 @@ from kvasir_proto.placement.plan import Plan
 RETRY_FIRST: Final[Duration] = seconds(2)
 RETRY_MAX: Final[Duration] = seconds(30)
 """An offer that is not answered is made again after 2, 4, 8, 16 and then every 30 seconds."""
+INFORMING_BYTES_MAX: Final = 1 << 20
+"""Bytes of one plan for nodes that it gives nothing: of 4 KiB it goes to 256 of them, of 1 MiB to one."""
 OFFERS_AT_ONCE_MAX: Final = 32
 """Offers sent in one go: a plan for 256 nodes has up to 1 MiB each time."""
 
@@ -39,6 +43,8 @@ class PlanOffers:
         self._plan: Plan | None = None
         self._message: PlanOffer | None = None
         self._offers: dict[NodeId, _Offer] = {}
+        self._informed: set[NodeId] = set()
+        """Those of the offers that go to nodes without a part in the plan."""
         self._effects: list[Send] = []
 
     @property
@@ -53,6 +59,23 @@ class PlanOffers:
         self._plan = plan
         self._message = PlanOffer(signed_plan, proof)
         self._offers = {node_id: _Offer(now) for node_id in to}
+        self._informed = set()
+        self.tick(now)
+
+    def inform(self, node_ids: Iterable[NodeId], now: Instant) -> None:
+        """Let these hear of the plan that is offered, the first ones where there is not room for all.
+
+        They replace those of the call before: who is not named any more is not told again.
+        """
+        if self._message is None:
+            return
+        room = INFORMING_BYTES_MAX // len(self._message.plan)
+        others = (each for each in node_ids if each in self._informed or each not in self._offers)
+        wanted = set(islice(others, room))
+        for gone in self._informed - wanted:
+            del self._offers[gone]
+        self._offers |= {each: _Offer(now) for each in sorted(wanted - self._informed)}
+        self._informed = wanted
         self.tick(now)
 
     def renew_proof(self, proof: bytes) -> None:
@@ -64,6 +87,7 @@ class PlanOffers:
         """Offer nothing: the term is over."""
         self._plan = self._message = None
         self._offers = {}
+        self._informed = set()
 
     def hurry(self, node_id: NodeId, now: Instant) -> None:
         """Its connection was lost: offer the node the plan now, whatever it answered before."""

@@ -176,9 +176,12 @@ def _print_verdict(result: dict[str, Any]) -> None:
     )
     if mixed:
         _print_tolerance(mixed, compared)
+    rates = "one token is no rate"
+    if result["tokens_per_second"] is not None:
+        alone = result["single_process_tokens_per_second"]
+        rates = f"{result['tokens_per_second']:.1f} tokens/s in the swarm, {alone:.1f} in the single process"
     click.echo(
-        f"{result['tokens_per_second']:.1f} tokens/s in the swarm, "
-        f"{result['single_process_tokens_per_second']:.1f} in the single process; "
+        f"{rates}; "
         f"{result['experts_missing_total']} rows missing, {result['router']['worker_decisions']} routing "
         "decisions by workers."
     )

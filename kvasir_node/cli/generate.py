@@ -15,8 +15,8 @@ from kvasir_node.cli.parameters import NumberRange
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import collect_text, connect_daemon
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import EngineFailed, KvasirError, LocalProtocolError, UsageError
-from kvasir_proto.messages.local import USAGE_ERROR, GenerateEnd, GenerateRequest
+from kvasir_proto.errors import LocalProtocolError, UsageError, error_of_session
+from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.sampling import Sampling
 
 
@@ -31,11 +31,6 @@ def parse_token_ids(text: str | None) -> tuple[int, ...]:
     if any(not 0 <= each < 2**31 for each in ids):
         raise UsageError("--token-ids takes numbers from 0 to 2147483647")
     return ids
-
-
-def failure_of(end: GenerateEnd) -> KvasirError:
-    """A failed session's end as the error that ends the command: a wrong call, or the swarm's failure."""
-    return UsageError(end.detail) if end.code == USAGE_ERROR else EngineFailed(f"{end.code}: {end.detail}")
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -119,7 +114,7 @@ async def _generate(session: CommandSession, request: GenerateRequest, as_json: 
     elif text or end.reason != "failed":
         click.echo()
     if end.reason == "failed":
-        raise failure_of(end)
+        raise error_of_session(end.code, end.detail)
 
 
 def _write(piece: str) -> None:

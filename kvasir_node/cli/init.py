@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +133,9 @@ def init(
     if as_json:
         print_json(document)
         return
+    command = (
+        "kvasir-node" if session.home is None else f"kvasir-node --home {shlex.quote(str(session.home))}"
+    )
     click.echo(f"node      {home.identity.node_id}")
     click.echo(f"home      {session.locations.data}")
     if found:
@@ -142,10 +146,10 @@ def init(
     elif join is not None:
         if entrance.invite:
             click.echo(f"swarm     {document['joins']}")
-        click.echo("\nEnter the swarm with: kvasir-node run")
+        click.echo(f"\nEnter the swarm with: {command} run")
     elif home.swarm_files.is_founder(home.identity.private_key):
-        click.echo("\nThis node founded a swarm. Start it with: kvasir-node run")
+        click.echo(f"\nThis node founded a swarm. Start it with: {command} run")
     elif home.swarm_files.load_swarm() is not None:
-        click.echo("\nThis node belongs to a swarm. Start it with: kvasir-node run")
+        click.echo(f"\nThis node belongs to a swarm. Start it with: {command} run")
     else:
-        click.echo("\nEnter a swarm with: kvasir-node init --join INVITE, or --join ADDRESS")
+        click.echo(f"\nEnter a swarm with: {command} init --join INVITE, or --join ADDRESS")

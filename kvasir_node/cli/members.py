@@ -1,4 +1,4 @@
-"""The command `peers`: every member on one line, with the way to it."""
+"""The command `peers`: every member on one line, and the ways to it below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 
 from kvasir_node.cli.output import json_option, print_json, printable
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.cli.status import word_of
+from kvasir_node.cli.status import quantity, word_of
 from kvasir_node.control import request_status
 
 _KEYS: Final = ("node_id", "state", "condition", "reason", "path", "rtt_ms", "last_seen_s", "addresses")
@@ -36,12 +36,13 @@ def members(session: CommandSession, as_json: bool) -> None:
             }
         )
         return
-    click.echo(_line(document["node_id"], "this node", "-", None, document["addresses"]))
+    _print("this node", "-", None, document)
     for each in document["members"]:
-        click.echo(_line(each["node_id"], word_of(each), each["path"], each["rtt_ms"], each["addresses"]))
+        _print(word_of(each), each["path"], each["rtt_ms"], each)
 
 
-def _line(node_id: str, word: str, path: str, rtt_ms: float | None, addresses: list[Any]) -> str:
-    rtt = f"{rtt_ms:.2f} ms" if rtt_ms is not None else "-"
-    where = " ".join(printable(each).partition("/p2p/")[0] for each in addresses) or "-"
-    return f"{node_id}  {printable(word):10}  {path:8}  {rtt:>9}  {where}"
+def _print(word: str, path: str, rtt_ms: float | None, said: dict[str, Any]) -> None:
+    """A line of 80 columns at most, and each address on one of its own."""
+    click.echo(f"{said['node_id']} {printable(word):11} {path:8} {quantity(rtt_ms, 'ms')}")
+    for address in said["addresses"]:
+        click.echo(f"  {printable(address).partition('/p2p/')[0]}")

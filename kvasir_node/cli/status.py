@@ -89,7 +89,8 @@ def status(ctx: click.Context, as_json: bool, check: bool, watch: bool) -> None:
 def _ask(locations: Locations) -> _Answer:
     try:
         return _Answer(json.loads(trio.run(request_status, locations)), True, 0)
-    except (NotRunning, DaemonUnreachable) as error:
+    except (NotRunning, DaemonUnreachable, EngineFailed) as error:
+        # It fails also where a daemon holds the socket and does not answer: stopped, or busy beyond measure.
         word = "not running" if isinstance(error, NotRunning) else "unreachable"
         document = {"schema_version": 1, "state": word, "reason": str(error), **remembered(locations)}
         return _Answer(document, False, error.exit_code)
@@ -108,11 +109,7 @@ def _watch(locations: Locations, as_json: bool) -> None:
     is_first = True
     try:
         while True:
-            try:
-                answer = _ask(locations)
-            except EngineFailed as error:
-                document = {"schema_version": 1, "state": "unreachable", "reason": str(error)}
-                answer = _Answer(document | remembered(locations), False, error.exit_code)
+            answer = _ask(locations)
             if as_json:
                 click.echo(json.dumps(answer.document))
             else:
@@ -202,7 +199,14 @@ def _plan_fields(plan: dict[str, Any]) -> Iterator[tuple[str, Cell | str]]:
     held = f"{coverage['n_pairs_held']} of {coverage['n_pairs']} experts held"
     if coverage["by_backbone"]:
         held += f", {coverage['by_backbone']} by the backbone alone"
-    yield "plan", f"revision {plan['revision']}, {held}, at least {plan['holders_min']} holder(s) each"
+    version = f"term {plan['term']}, revision {plan['revision']}"
+    if not plan["is_in_force"]:
+        yield (
+            "plan",
+            Cell(f"{version} is the last this node was told of, and not in force any more", "yellow"),
+        )
+        return
+    yield "plan", f"{version}, {held}, at least {plan['holders_min']} holder(s)"
     if plan["degraded"]:
         yield "degraded", Cell(plan["degraded"], "yellow")
     for each in missing[:_MISSING_SHOWN]:
@@ -233,7 +237,8 @@ def _ranks_in_short(ranks: list[str]) -> str:
     return ranks[0] if len(ranks) == 1 else "+".join(_SHORT_RANKS[each] for each in ranks) or "-"
 
 
-def _quantity(value: float | None, unit: str) -> str:
+def quantity(value: float | None, unit: str) -> str:
+    """A number as short as it may be; "-" where there is none."""
     if value is None:
         return "-"
     return f"{value:.1f}{unit}" if value < 9.95 else f"{value:.0f}{unit}"
@@ -250,7 +255,7 @@ def print_members(document: dict[str, Any]) -> None:
                 word_of(each),
                 each,
                 each["shards"],
-                (_quantity(each["rtt_ms"], "ms"), each["path"], _quantity(each["last_seen_s"], "s")),
+                (quantity(each["rtt_ms"], "ms"), each["path"], quantity(each["last_seen_s"], "s")),
             )
             for each in document["members"]
         ),

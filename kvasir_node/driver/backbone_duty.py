@@ -439,7 +439,9 @@ class BackboneDuty:
         fence = self._core.view().fence
         if fence is None or fence.backbone == self._node_id:
             return ""
-        return f"; sessions run on {fence.backbone}"
+        return (
+            f"; sessions run on {fence.backbone}: call 'kvasir-node generate' there, with that node's --home"
+        )
 
     def _why_no_reign(self) -> str:
         return self._end_of_reign or "it holds no lease"

@@ -552,6 +552,6 @@ def check_bootstrap(addresses: tuple[str, ...], node_id: NodeId, has_swarm: bool
         raise ConfigurationInvalid("swarm.bootstrap names this node itself and nobody else")
     if not others and not has_swarm and not has_invite:
         raise ConfigurationInvalid(
-            "nothing to do: found a swarm with 'kvasir-node init --found', or name a member to join with "
-            "'kvasir-node run --bootstrap ADDRESS'"
+            "nothing to do: this home is in no swarm. Found one with 'kvasir-node init --found', or enter "
+            "one with 'kvasir-node run --join INVITE', or --join with a member's address"
         )

@@ -25,6 +25,7 @@ from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import Missing, Plan
 from kvasir_proto.placement.ranks import output_layers
+from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.term_proof import TERM_PROOF, Electorate
 
@@ -199,6 +200,7 @@ def _plan_part(sources: StatusSources) -> dict[str, Any]:
         "epoch": plan.epoch if plan is not None else 0,
         "term": plan.term if plan is not None else 0,
         "revision": plan.revision if plan is not None else 0,
+        "is_in_force": _is_in_force(sources, plan) if plan is not None else False,
         "is_served_here": view.is_serving_plan if view is not None else False,
         "coverage": {
             "n_pairs": n_pairs,
@@ -209,6 +211,25 @@ def _plan_part(sources: StatusSources) -> dict[str, Any]:
         "holders_min": holders_min,
         "degraded": plan.degraded if plan is not None else "",
     }
+
+
+def _is_in_force(sources: StatusSources, plan: Plan) -> bool:
+    """Whether this is the newest plan there is, as far as can be known here.
+
+    In a large swarm only some of those that a plan gives nothing are told of it. They see that there is a
+    newer one by the term, and by what others say of the shards that they hold.
+    """
+    view = sources.view
+    assert view is not None
+    fence = view.fence
+    if fence is None or (plan.epoch, plan.term) != (fence.epoch, fence.term):
+        return False
+    if fence.backbone == sources.node_id:
+        return True  # it is its own
+    records = [sources.record_of(each.node_id) for each in view.members]
+    held = [each.held for each in records if each is not None and each.held is not None]
+    newest = (plan.epoch, plan.term, plan.revision)
+    return all((each.epoch, each.term, each.revision) <= newest for each in held)
 
 
 def _all_missing(model: StoredModel | None) -> tuple[Missing, ...]:
@@ -229,12 +250,11 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     shard = plan.shard_of(member.node_id) if plan is not None else ShardSet()
     quarantined = {each.node_id: each for each in sources.view.quarantined} if sources.view else {}
     fault = quarantined.get(member.node_id)
-    fault_reason = fault.reason if fault is not None else ""
     return {
         "node_id": member.node_id,
         "state": member.state,
         "condition": member.condition,
-        "reason": member.reason or fault_reason or connection.get("reason", "") or said_reason,
+        "reason": _reason_of(member, fault, connection, said_state, said_reason),
         "said_state": said_state,
         "holder_state": connection.get("state"),
         "quarantined_s": _seconds(between(now, fault.until) if fault is not None else None),
@@ -245,7 +265,8 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "certificate": _certificate(sources.swarm, record),
         "ranks": _ranks(sources, member.node_id),
         "shards": len(shard),
-        "shard_bytes": connection.get("shard_bytes", 0),
+        # It tells the backbone alone, which is then connected to it.
+        "shard_bytes": connection.get("shard_bytes"),
         "memory_bytes": record.memory_bytes if record is not None else 0,
         **_rates(record),
         "rtt_ms": round(member.rtt / 1e6, 3) if member.rtt is not None else None,
@@ -254,6 +275,28 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "clock_offset_s": _seconds(member.clock_offset),
         "addresses": list(record.addresses) if record is not None else [],
     }
+
+
+def _reason_of(
+    member: Member,
+    fault: Quarantined | None,
+    connection: Mapping[str, Any],
+    said_state: str | None,
+    said_reason: str,
+) -> str:
+    """The reason for what is most worth knowing of a member, in the order in which the table looks for that.
+
+    Of one that is well in every way: how it is known to be there.
+    """
+    if member.state != "alive" or member.condition in ("conflicted", "clock_wrong"):
+        return member.reason
+    if fault is not None:
+        return fault.reason
+    if connection and connection["state"] != "serving":
+        return str(connection["reason"] or member.reason)
+    if member.condition != "well" or said_state in (None, "ready"):
+        return member.reason or said_reason
+    return said_reason or member.reason
 
 
 def _ranks(sources: StatusSources, node_id: NodeId) -> list[str]:

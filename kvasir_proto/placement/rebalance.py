@@ -529,7 +529,9 @@ class _Draft:
             for at, layer in enumerate(self.holders)
             for holders in layer
         )
-        if n_output and not task.workers_by_rank[True]:
+        if not task.workers:
+            why = "no worker is there to hold any"
+        elif n_output and not task.workers_by_rank[True]:
             why = "no worker may serve the output layers"
         elif n_output == self.n_on_backbone:
             why = "workers that may serve the output layers have no room"

@@ -11,6 +11,8 @@ from kvasir_proto.errors import (
     NoHolderLeft,
     ProtocolError,
     RemoteProtocolError,
+    error_of,
+    error_of_session,
 )
 
 EXIT_CODES = {
@@ -32,6 +34,23 @@ def test_exit_codes_are_the_documented_ones() -> None:
     found = {each.__name__: each.exit_code for each in kinds if each.exit_code != 1}
     assert found == EXIT_CODES
     assert KvasirError.exit_code == 1
+
+
+@pytest.mark.parametrize("kind", [*KvasirError.__subclasses__(), *EngineFailed.__subclasses__()])
+def test_what_another_process_reports_ends_a_command_with_the_status_of_its_class(
+    kind: type[KvasirError],
+) -> None:
+    """But for what an answer cannot mean: that no daemon runs, that another has the home or the port."""
+    code = kind("").code
+    expected = kind.exit_code if kind.exit_code not in (3, 4, 5) else 1
+    assert error_of(code, "why").exit_code == error_of_session(code, "why").exit_code == expected
+    assert str(error_of(code, "why")) == "why"
+    assert str(error_of_session(code, "why")) == ("why" if code == "usage_error" else f"{code}: why")
+
+
+def test_what_is_of_no_class_is_plain_failure() -> None:
+    assert type(error_of("busy", "why")) is EngineFailed
+    assert str(error_of_session("busy", "why")) == "busy: why"
 
 
 def test_operational_errors_have_a_code_made_from_their_name() -> None:

@@ -24,8 +24,8 @@ from kvasir_proto.effects import Notice
 from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
-from kvasir_proto.ids import public_key_of
-from kvasir_proto.instants import Instant, milliseconds, seconds
+from kvasir_proto.ids import NodeId, node_id_of, public_key_of
+from kvasir_proto.instants import Instant, after, milliseconds, seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
@@ -44,6 +44,7 @@ from kvasir_proto.node_core import (
     ShardRefused,
 )
 from kvasir_proto.placement.plan import Plan
+from kvasir_proto.plan_offers import INFORMING_BYTES_MAX, PlanOffers
 from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.signing import sign_message
@@ -228,13 +229,68 @@ def test_a_member_the_plan_does_not_need_is_ready_and_one_it_needs_no_more_hears
     assert idle.core is not None
     swarm.run(seconds(20))
     view = idle.core.view()
-    assert (view.state, view.reason, view.plan) == ("ready", "the plan needs nothing of it", None)
+    assert (view.state, view.reason) == ("ready", "the plan needs nothing of it")
     assert all_ready(swarm)
     released = swarm.add(6, stands_for_elector=False, ranks=("bulk",))
     swarm.run(seconds(60), lambda: any(len(shard_of(each, released)) for each in plans_of(released)))
     assert released.core is not None
     released.core.command(Describe(replace(released.capability, ranks=())), swarm.now())
     swarm.run(seconds(120), lambda: not len(shard_of(plans_of(released)[-1], released)))
+
+
+def versions_of(swarm: SmallSwarm) -> set[tuple[int, int, int]]:
+    """The plans that the nodes of a swarm know."""
+    plans = [each.core.view().plan for each in swarm.nodes.values() if each.core and not each.is_stopped]
+    return {(each.epoch, each.term, each.revision) if each is not None else (0, 0, 0) for each in plans}
+
+
+def test_whom_the_plan_gives_nothing_knows_the_plan_in_force_too() -> None:
+    """Through plans, elections and its own absence: it showed the last plan that had named it for good."""
+    swarm = SmallSwarm(4, electorate="pinned")
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    idle = swarm.add(5, ranks=(), stands_for_elector=False)
+    swarm.run(seconds(20), lambda: len(versions_of(swarm)) == 1)
+    swarm.add(6, stands_for_elector=False, ranks=("bulk",))
+    swarm.run(seconds(60), lambda: max(versions_of(swarm))[2] > 1 and len(versions_of(swarm)) == 1)
+    (backbone,) = backbones(swarm)
+    backbone.is_stopped = True
+    swarm.run(seconds(60), lambda: max(versions_of(swarm))[1] > 1 and len(versions_of(swarm)) == 1)
+    backbone.is_stopped, backbone.armed = False, -1
+    swarm._later(backbone, 1, lambda core: core.tick(swarm.now()))
+    swarm.kill(idle)
+    swarm.run(seconds(20))
+    swarm.add(7, stands_for_elector=False, ranks=("bulk",))
+    swarm.run(seconds(60))
+    swarm.start(idle)
+    swarm.run(seconds(20), lambda: len(versions_of(swarm)) == 1)
+    swarm.run(seconds(5))
+    assert all_ready(swarm)
+
+
+def test_informing_of_a_plan_is_bounded_by_bytes_and_ends_with_an_answer() -> None:
+    """At 2,000 nodes with a large plan most hear nothing of it, and what is sent does not grow with them."""
+    swarm = SmallSwarm(2)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    plan = next(iter(plans_of(swarm.node(1))))
+    named = [node_id_of(key_of(1).public_key().public_bytes_raw())]
+    idle = [NodeId(f"n{number:04}") for number in range(2000)]
+    offers = PlanOffers()
+    offers.inform(idle, Instant(0))
+    assert offers.next_deadline() is None, "there is no plan to tell of"
+    offers.offer(plan, bytes(INFORMING_BYTES_MAX // 100), b"", named, Instant(0))
+    offers.drain()
+    offers.inform([*named, *idle], Instant(0))
+    while offers.next_deadline() == Instant(0):
+        offers.tick(Instant(0))
+    assert sorted(each.to for each in offers.drain()) == idle[:100]
+    offers.inform(idle[:1], Instant(1))
+    accept = PlanAccept(plan.epoch, plan.term, plan.revision, ShardSet().digest(), 0)
+    assert offers.take(accept, idle[0], Instant(1))
+    assert not offers.take(accept, idle[1], Instant(1)), "it is not told any more"
+    offers.tick(after(Instant(0), seconds(3600)))
+    assert [each.to for each in offers.drain()] == named
+    offers.withdraw()
+    assert offers.next_deadline() is None
 
 
 def plans_of(node: SmallNode) -> list[Plan]:

@@ -169,7 +169,7 @@ def test_status_says_that_nothing_runs_as_json_too(tmp_path: Path) -> None:
         (("status",), "nonsense = ", "is not valid TOML"),
         (("status",), 'log.colour = "red"', "log.colour"),
         (("run",), "[listen]\nport = 70000", "listen.port"),
-        (("run",), "", "found a swarm with 'kvasir-node init --found'"),
+        (("run",), "", "Found one with 'kvasir-node init --found'"),
         (("status",), "[log]\nlevel = 'loud'", "log.level"),
     ],
 )

@@ -32,6 +32,13 @@ def test_a_home_that_becomes_private_is_told(tmp_path: Path) -> None:
     assert call("init", home=home).err == ""
 
 
+def test_what_to_call_next_names_the_home(tmp_path: Path) -> None:
+    home = tmp_path / "a home"
+    address = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+    assert f"kvasir-node --home '{home}' init --join" in call("init", home=home).out
+    assert f"kvasir-node --home '{home}' run\n" in call("init", "--join", address, home=home).out
+
+
 def test_two_homes_are_two_nodes(tmp_path: Path) -> None:
     ids = {call("init", "--json", home=tmp_path / each).document["node_id"] for each in "ab"}
     assert len(ids) == 2

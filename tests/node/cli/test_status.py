@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvasir_node import control
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
+from kvasir_node.locations import locate
 from kvasir_node.swarm_files import SwarmFiles
 from kvasir_proto.admission import Invite, format_invite
 from kvasir_proto.codec import encode
@@ -55,7 +59,7 @@ def backbone(**changes: Any) -> dict[str, Any]:
         views.member(FIFTH, condition="clock_wrong", clock_offset=seconds(700)),
     )
     view = views.served(
-        views.plan_of_equals(degraded="no other node adds in F32"),
+        views.plan_of_equals(epoch=2, term=31, degraded="no other node adds in F32"),
         SECOND,
         fence=term,
         role=Role.BACKBONE,
@@ -95,6 +99,14 @@ def test_a_member_in_quarantine_says_why_and_for_how_long(tmp_path: Path) -> Non
     assert "quarantined: malformed: not an answer; planned without for another 9 min" in " ".join(out.split())
 
 
+def test_a_plan_that_is_not_in_force_is_not_shown_as_if_it_were(tmp_path: Path) -> None:
+    document = views.document(views.served(views.plan_of_equals(), SECOND, fence=ProvenTerm(0, 4, THIRD)))
+    with twin_daemon(tmp_path, document):
+        out = call("status", home=tmp_path).out
+    assert "plan      term 3, revision 7 is the last this node was told of" in out
+    assert "experts held" not in out
+
+
 def lines_of(outcome: Outcome) -> list[str]:
     assert outcome.err == ""
     return outcome.out.splitlines()
@@ -117,7 +129,7 @@ def test_a_backbone_shows_term_electors_coverage_members_and_the_last_error(tmp_
         f"node      {OWN}, elector",
         "backbone  this node, epoch 2, term 31",
         "electors  4 electors, quorum 3, open",
-        "plan      revision 7, 16 of 32 experts held, at least 0 holder(s) each",
+        "plan      term 31, revision 7, 16 of 32 experts held, at least 0 holder(s)",
         "degraded  no other node adds in F32",
         "missing   and 1 more ranges: see --json",
         "clock     700 s ahead of most members: set it right",
@@ -230,6 +242,34 @@ def test_check_without_a_daemon_is_3_and_with_a_deaf_one_1(tmp_path: Path) -> No
     assert outcome.out.startswith("unreachable: ")
 
 
+@pytest.fixture
+def mute_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A daemon that holds its home and its socket, and says nothing, as after SIGSTOP."""
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.2)
+    locations = locate(tmp_path, {})
+    locations.prepare()
+    with HomeLock(locations.lock_file), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(locations.control_socket))
+        listener.listen()
+        yield
+
+
+@pytest.mark.usefixtures("mute_daemon")
+def test_a_mute_daemon_is_unreachable_in_every_form_of_status(tmp_path: Path) -> None:
+    """`status --json` and `--check` printed nothing on standard output, where the page promises an object."""
+    forms: list[tuple[str, ...]] = [(), ("--json",), ("--check",), ("--check", "--json")]
+    outcomes = {form: call("status", *form, home=tmp_path) for form in forms}
+    assert {each.status for each in outcomes.values()} == {1}
+    assert "unreachable (the daemon did not answer within 0.2 s)" in outcomes[()].out
+    assert outcomes[("--check",)].out == "unreachable: the daemon did not answer within 0.2 s\n"
+    for form in [("--json",), ("--check", "--json")]:
+        document = outcomes[form].document
+        assert (document["state"], document["reason"]) == (
+            "unreachable",
+            "the daemon did not answer within 0.2 s",
+        )
+
+
 def watch(home: Path, *arguments: str, seconds_long: float) -> tuple[int, str]:
     """What `status --watch` shows until it is interrupted after so long, and its exit status."""
     process = subprocess.Popen(
@@ -269,15 +309,21 @@ def test_check_and_watch_exclude_each_other(tmp_path: Path) -> None:
 # --- `peers` ------------------------------------------------------------------------------------------------
 
 
-def test_members_are_listed_a_line_with_path_round_trip_and_addresses(tmp_path: Path) -> None:
+def test_members_are_listed_with_path_and_round_trip_and_their_addresses_below(tmp_path: Path) -> None:
     with twin_daemon(tmp_path, backbone()):
         outcome = call("peers", home=tmp_path)
         members = call("peers", "--json", home=tmp_path).document["members"]
     lines = [line.split() for line in lines_of(outcome)]
-    assert lines[0] == [OWN, "this", "node", "-", "-", "/ip4/127.0.0.1/tcp/40001", "/ip4/192.0.2.7/tcp/40001"]
-    assert lines[1] == [SECOND, "serving", "direct", "2.00", "ms", "/ip4/127.0.0.1/tcp/4001"]
-    assert [line[0] for line in lines[1:]] == [SECOND, THIRD, FOURTH, FIFTH]
-    assert lines[2][1:3] == ["dead", "direct"]
+    assert lines[:5] == [
+        [OWN, "this", "node", "-", "-"],
+        ["/ip4/127.0.0.1/tcp/40001"],
+        ["/ip4/192.0.2.7/tcp/40001"],
+        [SECOND, "serving", "direct", "2.0ms"],
+        ["/ip4/127.0.0.1/tcp/4001"],
+    ]
+    assert [line[0] for line in lines if len(line) > 1] == [OWN, SECOND, THIRD, FOURTH, FIFTH]
+    assert lines[5][1:3] == ["dead", "direct"]
+    assert max(map(len, lines_of(outcome))) <= 80
     assert [each["node_id"] for each in members] == [SECOND, THIRD, FOURTH, FIFTH]
     assert members[0]["addresses"] == [f"/ip4/127.0.0.1/tcp/4001/p2p/{SECOND}"]
 
@@ -435,7 +481,10 @@ def test_an_invite_is_kept_for_the_daemon(tmp_path: Path) -> None:
     kept = SwarmFiles(tmp_path / "state").load_invite()
     assert kept is not None
     assert format_invite(kept) == text
-    assert "Enter the swarm with: kvasir-node run" in call("init", "--join", text, home=tmp_path).out
+    assert (
+        f"Enter the swarm with: kvasir-node --home {tmp_path} run"
+        in call("init", "--join", text, home=tmp_path).out
+    )
 
 
 def test_an_address_is_kept_for_the_daemon(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.cli.status import word_of
 from kvasir_node.driver.status_report import MISSING_RANGES_MAX, StatusSources, status_document
 from kvasir_node.model.store import StoredModel
-from kvasir_proto.capability import CapabilityRecord, RankVerdict
+from kvasir_proto.capability import CapabilityRecord, RankVerdict, held_shard
 from kvasir_proto.election.states import Role
 from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
 from kvasir_proto.instants import Instant, milliseconds, seconds
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import ExpertRange, LayerPlan, Missing, Plan, make_plan
@@ -165,6 +167,7 @@ def test_every_field_is_there_before_anything_is_known() -> None:
         "epoch": 0,
         "term": 0,
         "revision": 0,
+        "is_in_force": False,
         "is_served_here": False,
         "coverage": {"n_pairs": 0, "n_pairs_held": 0, "by_backbone": 0, "missing": []},
         "holders_min": 0,
@@ -226,6 +229,7 @@ def test_a_plan_that_is_served_whole(model: StoredModel) -> None:
         "epoch": 0,
         "term": 3,
         "revision": 7,
+        "is_in_force": True,
         "is_served_here": True,
         "coverage": {"n_pairs": 32, "n_pairs_held": 32, "by_backbone": 0, "missing": []},
         "holders_min": 1,
@@ -283,7 +287,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "certificate": "claimed",
         "ranks": ["output", "bulk"],
         "shards": 16,
-        "shard_bytes": 0,
+        "shard_bytes": None,
         "memory_bytes": 1 << 30,
         "expert_row_ns": 4600,
         "decode_token_ns": None,
@@ -317,30 +321,72 @@ def test_a_member_that_was_never_heard_has_no_times() -> None:
     assert (shown["path"], shown["rtt_ms"], shown["last_seen_s"]) == ("unknown", None, None)
 
 
+STATES = ("alive", "suspect", "dead", "left")
+CONDITIONS = ("well", "slow", "indirect", "clock_wrong", "conflicted")
+HOLDER_STATES = (None, "loading", "serving", "refused", "unreachable", "quarantined")
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("holder_state", HOLDER_STATES)
+@pytest.mark.parametrize("is_quarantined", [False, True])
+def test_the_reason_is_of_that_which_the_word_says(
+    state: Any, condition: Any, holder_state: str | None, is_quarantined: bool
+) -> None:
+    """Never `unreachable: it answers`: the word of the connection with the reason of membership."""
+    for said_state in (None, "ready", "degraded", "loading"):
+        seen = member(SECOND, state=state, condition=condition, reason="seen")
+        fault = (Quarantined(SECOND, Instant(NOW + seconds(9)), "fault"),) if is_quarantined else ()
+        holders = [{"node_id": SECOND, "state": holder_state, "shard_bytes": 4096}]
+        holders[0]["reason"] = "" if holder_state == "serving" else "connection"
+        records = {SECOND: record(SECOND, state=said_state, reason="said")} if said_state else {}
+        (shown,) = document(
+            view_with(members=(seen,), quarantined=fault),
+            records,
+            backbone={"holders": holders if holder_state else []},
+        )["members"]
+        is_well = condition == "well"
+        expected = {
+            state: "seen",
+            condition.partition("_")[0]: "seen",
+            holder_state: "connection",
+            "quarantined": "fault" if is_quarantined else "connection",
+            **{each: "said" for each in ("degraded", "loading") if each == said_state != holder_state},
+            "ready": "seen",
+            "alive": "seen",
+            "serving": "said" if is_well and said_state in ("degraded", "loading") else "seen",
+        }
+        assert shown["reason"] == expected[word_of(shown)], shown
+
+
+@pytest.mark.parametrize("holders, expected", [([], None), ([4096], 4096)])
+def test_what_a_holders_shard_takes_is_known_where_it_was_said(
+    holders: list[int], expected: int | None
+) -> None:
+    """Holders showed 0 of each other: it is told to the backbone alone."""
+    rows = [{"node_id": SECOND, "state": "serving", "reason": "", "shard_bytes": each} for each in holders]
+    (shown,) = document(view_with(members=(member(SECOND),)), backbone={"holders": rows})["members"]
+    assert shown["shard_bytes"] == expected
+
+
 @pytest.mark.parametrize(
-    "seen, holders, said, expected",
+    "fence, held, expected",
     [
-        ("no answer for 2 s", ("unreachable", "refused"), "its disk is slow", "no answer for 2 s"),
-        ("", ("unreachable", "refused"), "its disk is slow", "refused"),
-        ("", ("serving", ""), "its disk is slow", "its disk is slow"),
-        ("", None, "its disk is slow", "its disk is slow"),
-        ("", None, "", ""),
+        (ProvenTerm(0, 3, SECOND), (0, 3, 7), True),
+        (ProvenTerm(0, 3, SECOND), (0, 2, 9), True),
+        (ProvenTerm(0, 3, SECOND), (0, 3, 8), False),
+        (ProvenTerm(0, 4, SECOND), (0, 3, 7), False),
+        (ProvenTerm(0, 3, OWN), (0, 3, 7), True),
+        (None, (0, 3, 7), False),
     ],
 )
-def test_of_several_reasons_the_one_seen_here_first_is_given(
-    seen: str, holders: tuple[str, str] | None, said: str, expected: str
+def test_a_plan_is_in_force_unless_the_term_or_what_others_hold_says_otherwise(
+    fence: ProvenTerm | None, held: tuple[int, int, int], expected: bool
 ) -> None:
-    view = view_with(members=(member(SECOND, reason=seen),))
-    backbone: dict[str, Any] = {"holders": []}
-    if holders is not None:
-        state, reason = holders
-        backbone["holders"] = [
-            {"node_id": SECOND, "state": state, "reason": reason, "shard_bytes": 4096},
-        ]
-    shown = document(view, {SECOND: record(SECOND, reason=said)}, backbone=backbone)["members"][0]
-    assert shown["reason"] == expected
-    assert shown["holder_state"] == (holders[0] if holders else None)
-    assert shown["shard_bytes"] == (4096 if holders else 0)
+    holding = held_shard(*held, bytes(32), ShardSet())
+    view = view_with(fence=fence, plan=plan_of_equals(), members=(member(THIRD),))
+    shown = document(view, {THIRD: record(THIRD, held=holding)})["plan"]
+    assert (shown["revision"], shown["is_in_force"]) == (7, expected)
 
 
 @pytest.mark.parametrize(

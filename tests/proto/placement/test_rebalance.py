@@ -86,6 +86,11 @@ def test_the_backbone_serves_output_where_no_f32_worker_is_left() -> None:
     assert after.plan.degraded == ""
 
 
+def test_a_backbone_without_any_worker_does_not_blame_workers() -> None:
+    plan = place([backbone(memory_bytes=1 << 20)], MODEL).plan
+    assert plan.degraded == "the backbone serves 128 experts itself: no worker is there to hold any"
+
+
 def test_what_nobody_can_hold_is_missing_with_a_reason() -> None:
     result = place([worker(0, accumulation="F16"), backbone(memory_bytes=50)], MODEL)
     ((layer, first, end, reason),) = result.missing
