@@ -66,6 +66,8 @@ from kvasir_proto.messages.local import (
     PingRequest,
     RecoveryReply,
     RecoveryRequest,
+    RevocationReply,
+    RevocationRequest,
     TokenEvent,
 )
 from kvasir_proto.node_core import LAN
@@ -251,6 +253,14 @@ class Node:
             return RecoveryReply(await self._running_duty().recover(request.link))
         except RemoteProtocolError as error:
             raise UsageError(f"this begins no epoch here: {error.reason}") from error
+
+    async def revoke(self, request: RevocationRequest) -> RevocationReply:
+        """A revocation that counts from now on. Raises `NotReady`, or `UsageError` for one that does not."""
+        try:
+            await self._running_duty().revoke(request.revocation)
+        except RemoteProtocolError as error:
+            raise UsageError(f"this revokes nothing here: {error.reason}") from error
+        return RevocationReply()
 
     def _running_duty(self) -> NodeDuty:
         if self._duty is None:

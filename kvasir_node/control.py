@@ -51,6 +51,8 @@ from kvasir_proto.messages.local import (
     RecoveryReply,
     RecoveryRequest,
     Refusal,
+    RevocationReply,
+    RevocationRequest,
     StatusReply,
     StatusRequest,
     StopReply,
@@ -96,6 +98,9 @@ class Operator(Protocol):
 
     async def recover(self, request: RecoveryRequest) -> RecoveryReply:
         """Begin a new epoch, kept before it is answered. Raises `NotReady`, `UsageError` for a bad link."""
+
+    async def revoke(self, request: RevocationRequest) -> RevocationReply:
+        """Take a revocation in, kept before it is answered. Raises `NotReady`, `UsageError` for a bad one."""
 
     def stop(self) -> None:
         """Begin to stop in good order."""
@@ -239,6 +244,8 @@ class ControlServer:
                 await self._while_connected(connection, lambda: self._operator.issue_invite(request))
             case RecoveryRequest():
                 await self._while_connected(connection, lambda: self._operator.recover(request))
+            case RevocationRequest():
+                await self._while_connected(connection, lambda: self._operator.revoke(request))
             case StopRequest():
                 await connection.send(StopReply())
                 self._operator.stop()
@@ -318,6 +325,14 @@ async def request_recovery(locations: Locations, link: bytes) -> int:
     """
     reply = await _request(locations, RecoveryRequest(link), RecoveryReply, REQUEST_TIMEOUT_S)
     return reply.epoch
+
+
+async def request_revocation(locations: Locations, revocation: bytes) -> None:
+    """Have the running daemon take in a signed revocation and spread it.
+
+    Raises like `connect_daemon`, `UsageError` for one that does not count, or `EngineFailed`.
+    """
+    await _request(locations, RevocationRequest(revocation), RevocationReply, REQUEST_TIMEOUT_S)
 
 
 async def _request(

@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "peers": ("members", "List the members and the way to each."),
     "ping": ("ping", "Measure the round trip to a member, or to all."),
     "invite": ("invite", "Let one more node into the swarm."),
+    "revoke": ("revoke", "Put a node out of the swarm, for good; at the founder's node."),
     "recover": ("recover", "Begin a new epoch when the quorum of electors is lost for good."),
     "generate": ("generate", "Generate text on the running swarm."),
     "models": ("models", "The models of this home."),

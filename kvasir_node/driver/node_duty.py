@@ -31,7 +31,7 @@ from kvasir_node.ports import ControlStream, EngineStarter, Host, NetworkStarter
 from kvasir_node.swarm_files import KnownSwarm
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
-from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, UseInvite
+from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, Revoke, UseInvite
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.effects import Now, Slot
 from kvasir_proto.election.requests import Recover
@@ -470,6 +470,20 @@ class NodeDuty:
             raise NotReady("the new epoch could not be saved: see the log")
         log.warning("epoch_begun", epoch=electorate.epoch, electors=len(electorate.members))
         return electorate.epoch
+
+    async def revoke(self, revocation: bytes) -> None:
+        """Take in and spread what the founder's key signed; returns once it is on disk.
+
+        Raises `NotReady` before this node has entered its swarm, and where it could not be saved;
+        `RemoteProtocolError` for what that key has not signed.
+        """
+        core = self._core
+        if core is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        core.command(Revoke(revocation))
+        await core.flush()
+        if core.has_unsaved:
+            raise NotReady("the revocation could not be saved: see the log")
 
     def electorate_digest(self) -> bytes:
         """The digest of the newest electorate known here, for invites. Raises `NotReady`."""

@@ -28,6 +28,7 @@ from kvasir_proto.limits import (
     Prompt,
     Rank,
     Sentence,
+    SignedBytes,
     Token,
     Tokens,
     Word,
@@ -158,6 +159,21 @@ class RecoveryReply:
 
 
 @dataclass(frozen=True, slots=True)
+class RevocationRequest:
+    """Asks to take in a revocation that the founder's key signed, and to spread it."""
+
+    kind: ClassVar[str] = "revocation_request"
+    revocation: SignedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class RevocationReply:
+    """The answer to `RevocationRequest`, once it is on disk."""
+
+    kind: ClassVar[str] = "revocation_reply"
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """Asks the daemon to stop in good order."""
 
@@ -194,6 +210,8 @@ LocalMessage: TypeAlias = (
     | InviteReply
     | RecoveryRequest
     | RecoveryReply
+    | RevocationRequest
+    | RevocationReply
     | StopRequest
     | StopReply
     | Refusal

@@ -24,6 +24,7 @@ from kvasir_node.control import (
     request_invite,
     request_ping,
     request_recovery,
+    request_revocation,
     request_status,
     request_stop,
 )
@@ -57,6 +58,8 @@ from kvasir_proto.messages.local import (
     RecoveryReply,
     RecoveryRequest,
     Refusal,
+    RevocationReply,
+    RevocationRequest,
     StatusReply,
     StatusRequest,
     StopReply,
@@ -141,6 +144,12 @@ class Daemon:
         if self.error is not None:
             raise self.error
         return RecoveryReply(len(request.link))
+
+    async def revoke(self, request: RevocationRequest) -> RevocationReply:
+        if self.error is not None:
+            raise self.error
+        assert request.revocation == b"signed"
+        return RevocationReply()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -236,6 +245,14 @@ async def test_a_recovery_is_handed_on_and_a_bad_one_is_a_wrong_call(tmp_path: P
         daemon.error = UsageError("this begins no epoch here")
         with pytest.raises(UsageError, match="no epoch"):
             await request_recovery(home_of(path), b"link")
+
+
+async def test_a_revocation_is_handed_on_and_a_bad_one_is_a_wrong_call(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (daemon, path):
+        await request_revocation(home_of(path), b"signed")
+        daemon.error = UsageError("this revokes nothing here")
+        with pytest.raises(UsageError, match="revokes nothing"):
+            await request_revocation(home_of(path), b"signed")
 
 
 async def test_only_the_owner_can_reach_the_socket(tmp_path: Path) -> None:

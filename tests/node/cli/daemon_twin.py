@@ -27,6 +27,8 @@ from kvasir_proto.messages.local import (
     PingRequest,
     RecoveryReply,
     RecoveryRequest,
+    RevocationReply,
+    RevocationRequest,
     TokenEvent,
 )
 
@@ -39,6 +41,7 @@ class DaemonTwin:
         self.pinged: list[PingRequest] = []
         self.invited: list[InviteRequest] = []
         self.recovered: list[RecoveryRequest] = []
+        self.revoked: list[RevocationRequest] = []
         self.round_trip: Callable[[PingRequest], int] = lambda _: 1_500_000
         self.invite: Callable[[InviteRequest], str] | None = None
 
@@ -66,6 +69,10 @@ class DaemonTwin:
     async def recover(self, request: RecoveryRequest) -> RecoveryReply:
         self.recovered.append(request)
         return RecoveryReply(decode(request.link, LINK).electorate.epoch)
+
+    async def revoke(self, request: RevocationRequest) -> RevocationReply:
+        self.revoked.append(request)
+        return RevocationReply()
 
     def stop(self) -> None:
         raise AssertionError("nobody asked for that")

@@ -33,6 +33,7 @@ def test_a_bare_call_prints_help_and_touches_nothing(tmp_path: Path) -> None:
         "peers",
         "ping",
         "invite",
+        "revoke",
         "recover",
         "generate",
         "models",

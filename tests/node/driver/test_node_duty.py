@@ -13,14 +13,17 @@ from trio.testing import MockClock
 
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.configuration import make_recovery
 from kvasir_proto.errors import KvasirError, RemoteProtocolError
+from kvasir_proto.ids import public_key_of
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.sampling import Sampling
+from kvasir_proto.signing import sign_message
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.twins import TwinEngine, until
 from tests.proto.small_swarm import RECOVERY_KEY
@@ -339,6 +342,24 @@ async def test_a_quorum_lost_for_good_is_replaced_by_the_recovery_key(
         fence = core.view().fence
         assert fence is not None
         assert fence[:2] > (1, 0)
+
+
+async def test_whom_the_founder_revokes_is_out_everywhere_and_on_disk_first(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        await ready_nodes(world, 4)
+        founder, second, _, out = world.nodes
+        revocation = Revocation(1, "node", public_key_of(out.node_id))
+        forged = sign_message(second.key, world.swarm.digest, revocation)
+        with pytest.raises(RemoteProtocolError, match="founder"):
+            await second.duty.revoke(forged)
+        signed = sign_revocation(founder.key, world.swarm, revocation)
+        await founder.duty.revoke(signed)
+        assert signed in founder.slots["admission"], "it is on disk"
+        core = second.duty._core
+        assert core is not None
+        await until(lambda: core.record_of(out.node_id) is None)
 
 
 async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so(
