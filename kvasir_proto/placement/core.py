@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeAlias
 
-from kvasir_proto.codec import decode, encode
+from kvasir_proto.codec import decode
 from kvasir_proto.effects import Effect, Notice, Now, Persist
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
@@ -303,7 +303,7 @@ class PlacementCore:
 
     def _keep(self, plan: Plan) -> None:
         self._plan = plan
-        self._effects.append(Persist("plan", encode(plan)))
+        self._effects.append(Persist("plan", plan.encoded))
 
     # -- proofs ----------------------------------------------------------------------------------------------
 

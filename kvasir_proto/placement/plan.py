@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
+from kvasir_proto.codec import encode
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, NodeIdField, SwarmDigest, Term
 from kvasir_proto.limits import (
@@ -113,6 +114,11 @@ class Plan:
     def shard_of(self, node: NodeId) -> ShardSet:
         """Every (layer, expert) the node holds, as primary or not; empty for a node not in the plan."""
         return self._shards.get(node, _NOTHING)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Its canonical bytes, made once: a backbone signs and keeps them, and so does every holder."""
+        return encode(self)
 
     @cached_property
     def _shards(self) -> dict[NodeId, ShardSet]:
