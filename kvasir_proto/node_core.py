@@ -125,6 +125,8 @@ REVIEW_DELAY: Final[Duration] = milliseconds(200)
 """How long after a change everything that follows from many facts is looked at again."""
 RTT_IGNORED: Final[Duration] = milliseconds(50)
 """Round trips below it are all the same to placement: a LAN's, and what a busy machine adds to them."""
+RTT_REVIEW_INTERVAL: Final[Duration] = milliseconds(5000)
+"""How often the backbone looks again at round trips while a member seems far: nothing else tells of them."""
 COMPARE_SPACING: Final[Duration] = milliseconds(1000)
 """Between two members that are asked what was revoked, when many come back at once."""
 INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
@@ -956,9 +958,12 @@ class NodeCore:
             return
         self._review_electorate(electors, eligible, dead, now)
         if self._is_planning:
-            self._placement.command(SetInventory(self._places()), now)
+            places = self._places()
+            self._placement.command(SetInventory(places), now)
             others = (each for each in sorted(self._standing) if each != self._node_id)
             self._offers.inform((each for each in others if self._is_live(each)), now.instant)
+            if any(each.rtt_ns for each in places):
+                self._note_change(now.instant, RTT_REVIEW_INTERVAL)
 
     def _ask_for_backbone(self, now: Now) -> None:
         """While no backbone is known that lives, ask a member, each time the next, what it knows.
@@ -1168,7 +1173,7 @@ class NodeCore:
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
             rate_rows_s=max(1, 1_000_000_000 // row_ns) if row_ns else None,
-            rtt_ns=0 if is_own else _coarse_rtt(member.rtt if member is not None else None),
+            rtt_ns=0 if is_own else _coarse_rtt(member.rtt_least if member is not None else None),
             state=state,
             is_backbone=is_own,
             holding=standing.holding,
@@ -1326,7 +1331,7 @@ def _coarse_rtt(rtt: Duration | None) -> int | None:
     """A round trip as placement sees it: not at all below `RTT_IGNORED`, then in powers of two.
 
     It is measured between control processes, which are slow when their machine is busy: plans must not follow
-    its noise. What is left tells a LAN from a WAN.
+    its noise. So it is the least of some minutes, and what is left of that tells a LAN from a WAN.
     """
     if rtt is None:
         return None

@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 
 # --- bookkeeping --------------------------------------------------------------------------------------------
 
+_LEAST_WINDOW: Final = Duration(60_000_000_000)
+"""The least round trip is that of the last one to two of these."""
 _SWEEP_INTERVAL: Final = Duration(10_000_000_000)
 _CHANGED_A_LOT: Final = 16
 """Changes by one comparison of tables that call for the next one soon."""
@@ -316,6 +318,7 @@ class MembershipCore:
             condition=entry.condition,
             reason=entry.reason,
             rtt=entry.rtt,
+            rtt_least=_least_of(entry),
             clock_offset=self._clocks.offset_of(entry.node_id),
             last_seen=entry.last_seen,
             incarnation=claim.incarnation,
@@ -960,21 +963,32 @@ class MembershipCore:
         self._late.pop(ack.sequence, None)
         if not entry.is_live:
             return
-        self._measure(entry, between(sent, now.instant))
+        self._measure(entry, between(sent, now.instant), now.instant)
         entry.path, entry.misses = "direct", 0
         self._set_clock(entry, ack, now)
         self._tell(entry, "it answers")
 
-    def _measure(self, entry: Entry, sample: Duration) -> None:
-        """Smooth the round trip as TCP does: a sample counts for an eighth, its deviation for a quarter."""
+    def _measure(self, entry: Entry, sample: Duration, now: Instant) -> None:
+        """Smooth the round trip as TCP does: a sample counts for an eighth, its deviation for a quarter.
+
+        Slow is a member whose least one is long: one of a few is quick on any path that is not.
+        """
         if entry.rtt is None:
             entry.rtt, entry.rtt_variation = sample, Duration(sample // 2)
         else:
             deviation = abs(sample - entry.rtt)
             entry.rtt_variation = Duration(entry.rtt_variation + (deviation - entry.rtt_variation) // 4)
             entry.rtt = Duration(entry.rtt + (sample - entry.rtt) // 8)
+        since = entry.rtt_least_since
+        if entry.rtt_least is None or since is None or between(since, now) >= _LEAST_WINDOW:
+            is_recent = since is not None and between(since, now) < 2 * _LEAST_WINDOW
+            entry.rtt_least_before = entry.rtt_least if is_recent else None
+            entry.rtt_least, entry.rtt_least_since = sample, now
+        entry.rtt_least = min(entry.rtt_least, sample)
+        least = _least_of(entry)
+        assert least is not None
         bound = self._options.slow_round_trip
-        entry.slow = entry.rtt > (bound * 4 // 5 if entry.slow else bound)
+        entry.slow = least > (bound * 4 // 5 if entry.slow else bound)
 
     def _set_clock(self, entry: Entry, ack: Ack, now: Now) -> None:
         assert entry.rtt is not None
@@ -1283,3 +1297,9 @@ _REASON_OF: Final[dict[Condition, str]] = {
     "clock_wrong": "its wall clock is more than a minute from the others'",
     "conflicted": "two processes use this identity in turn",
 }
+
+
+def _least_of(entry: Entry) -> Duration | None:
+    """The least round trip to a member in this window and the one before; None until one is measured."""
+    least, before = entry.rtt_least, entry.rtt_least_before
+    return least if before is None or least is None else min(least, before)

@@ -40,6 +40,9 @@ _SUM_MASK: Final = (1 << (8 * BUCKET_DIGEST_SIZE)) - 1
 class Member:
     """What a node knows of a member, for status: `rtt` and `clock_offset` are None until measured.
 
+    `rtt` is smoothed, `rtt_least` the least of the last one to two minutes: what the path takes, without what
+    busy machines add to it.
+
     `last_seen` is when a message came from itself; None for members this node only hears of.
     """
 
@@ -49,6 +52,7 @@ class Member:
     condition: Condition
     reason: str
     rtt: Duration | None
+    rtt_least: Duration | None
     clock_offset: Duration | None
     last_seen: Instant | None
     incarnation: int
@@ -100,6 +104,9 @@ class Entry:
         "reason",
         "record_noted",
         "rtt",
+        "rtt_least",
+        "rtt_least_before",
+        "rtt_least_since",
         "rtt_variation",
         "share",
         "slow",
@@ -121,6 +128,9 @@ class Entry:
         self.path: Path = "unknown"
         self.rtt: Duration | None = None
         self.rtt_variation = Duration(0)
+        self.rtt_least: Duration | None = None
+        self.rtt_least_before: Duration | None = None
+        self.rtt_least_since: Instant | None = None
         self.slow = False
         self.clock_wrong = False
         self.last_seen: Instant | None = None

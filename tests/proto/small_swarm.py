@@ -124,6 +124,8 @@ class SmallSwarm:
         """Whether what a node publishes reaches anybody, as it does not before the mesh is there."""
         self.repeated: list[bytes] = []
         """What somebody published though it had been, by anybody, so that nobody heard it."""
+        self.far: dict[NodeId, Duration] = {}
+        """What messages to a node take longer than to others."""
         self._published: dict[tuple[str, bytes], int] = {}
         self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -254,7 +256,8 @@ class SmallSwarm:
     def _send(self, sender: NodeId, to: NodeId, body: bytes) -> None:
         other = self.nodes.get(to)
         if other is not None and (sender, to) not in self.cut:
-            self._later(other, DELAY, lambda core: self._hear(other, core, body, sender))
+            delay = DELAY + self.far.get(to, 0)
+            self._later(other, delay, lambda core: self._hear(other, core, body, sender))
 
     def _hear(self, node: SmallNode, core: NodeCore, body: bytes, sender: NodeId) -> None:
         try:

@@ -25,7 +25,7 @@ from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of, public_key_of
-from kvasir_proto.instants import Instant, after, milliseconds, seconds
+from kvasir_proto.instants import Duration, Instant, after, milliseconds, seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import Leave, Seed
@@ -851,3 +851,19 @@ def test_what_was_lost_to_gossip_reaches_everybody_all_the_same(admission: str) 
 
 def fence_of(node: SmallNode) -> Any:
     return node.core.fence if node.core is not None else None
+
+
+@pytest.mark.parametrize("way", [seconds(1), milliseconds(80)], ids=["called slow", "too near for that"])
+def test_a_member_that_seemed_far_when_it_started_is_placed_once_it_is_near(way: Duration) -> None:
+    swarm = SmallSwarm(3)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    far = swarm.add(4, ranks=("output", "bulk"), stands_for_elector=False)
+    swarm.far[far.node_id] = way
+    swarm.run(seconds(40))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    plan = backbone.core.view().plan
+    assert plan is not None
+    assert not len(shard_of(plan, far))
+    swarm.far.clear()
+    swarm.run(seconds(40), lambda: far.node_id in plans_of(backbone)[-1].nodes)

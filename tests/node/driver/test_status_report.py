@@ -81,6 +81,7 @@ def member(node_id: NodeId, **changes: Any) -> Member:
         condition="well",
         reason="",
         rtt=milliseconds(2),
+        rtt_least=milliseconds(1),
         clock_offset=None,
         last_seen=Instant(NOW - milliseconds(500)),
         incarnation=1,

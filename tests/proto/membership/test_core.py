@@ -479,6 +479,28 @@ def test_slow_link_is_measured_named_and_given_time() -> None:
     assert not [each for each in of_type(lone.said, MemberChanged) if each.state != "alive"]
 
 
+def test_round_trips_on_a_busy_machine_are_not_called_slow_and_a_path_that_became_slow_is() -> None:
+    lone = Lone()
+    lone.hears(gossip(), ONE)
+    answered(lone, 3 * SECOND, {ONE: 0}, delay_ns=300 * MILLISECOND)  # it was starting
+    assert least_and_condition(lone) == (300, "slow")
+    answered(lone, 2 * SECOND, {ONE: 0}, delay_ns=2 * MILLISECOND)
+    assert least_and_condition(lone) == (2, "well")
+    for _ in range(8):
+        answered(lone, 20 * SECOND, {ONE: 0}, delay_ns=400 * MILLISECOND)
+        answered(lone, 3 * SECOND, {ONE: 0}, delay_ns=3 * MILLISECOND)
+        assert least_and_condition(lone) in ((2, "well"), (3, "well"))
+    answered(lone, 130 * SECOND, {ONE: 0}, delay_ns=400 * MILLISECOND)
+    assert least_and_condition(lone) == (400, "slow")
+
+
+def least_and_condition(lone: Lone) -> tuple[int, str]:
+    member = lone.core.member(ONE)
+    assert member is not None
+    assert member.rtt_least is not None
+    return member.rtt_least // MILLISECOND, member.condition
+
+
 def test_one_id_in_two_instances_by_turns_is_a_conflict_and_a_restart_is_none() -> None:
     lone = Lone()
     lone.hears(gossip(instance=b"run one "), ONE)
