@@ -36,6 +36,7 @@ from multiaddr.exceptions import MultiaddrError
 
 from kvasir_node.net.control_stream import Libp2pControlStream
 from kvasir_node.net.identity import NodeIdentity
+from kvasir_node.net.idle_connections import ConnectionUse
 from kvasir_node.net.listener import BoundTcp, open_listening_socket, reachable_addresses
 from kvasir_node.net.muxer import use_uninterrupted_yamux
 from kvasir_node.ports import CONTROL_PROTOCOL
@@ -107,6 +108,8 @@ class Libp2pHost:
         self._known: dict[NodeId, tuple[str, ...]] = {}
         self._dialling: dict[NodeId, trio.Lock] = {}
         self._streams_of: Counter[NodeId] = Counter()
+        self._conversations: Counter[NodeId] = Counter()
+        self._used_at_s: dict[NodeId, float] = {}
         self._stack = AsyncExitStack()
         self._host: Any = None
         self._swarm: Any = None
@@ -125,6 +128,14 @@ class Libp2pHost:
     def connected_nodes(self) -> tuple[NodeId, ...]:
         """The nodes with a live connection, in the order of their names."""
         return tuple(sorted(NodeId(str(each)) for each in self._swarm.connections if self._live(each)))
+
+    def connection_uses(self) -> tuple[ConnectionUse, ...]:
+        """The nodes with a live connection: whether one of our streams is open, and when one was last."""
+        now_s = trio.current_time()
+        return tuple(
+            ConnectionUse(each, self._conversations[each] > 0, self._used_at_s.setdefault(each, now_s))
+            for each in self.connected_nodes()
+        )
 
     def is_connected(self, node_id: NodeId) -> bool:
         """Whether there is a connection to that node that is not known to be dead."""
@@ -189,7 +200,7 @@ class Libp2pHost:
             reason = f"{type(error).__name__}: {error}"
             raise TransportUnavailable(f"cannot open a stream to node {node_id}: {reason}") from error
         control = Libp2pControlStream(stream, node_id, self._options.frame_size_max)
-        self._tasks.start_soon(control.run)
+        self._tasks.start_soon(self._converse, node_id, control)
         return control
 
     async def disconnect(self, node_id: NodeId) -> None:
@@ -309,6 +320,10 @@ class Libp2pHost:
 
     def _connection_changed(self, node_id: NodeId, connected: bool) -> None:
         if is_node_id(node_id) and connected == self.is_connected(node_id):
+            if connected:
+                self._used_at_s[node_id] = trio.current_time()
+            else:
+                self._used_at_s.pop(node_id, None)
             for watcher in self._watchers:
                 watcher(node_id, connected)
 
@@ -396,11 +411,22 @@ class Libp2pHost:
             except Exception as error:  # the connection is gone, and the stream with it
                 log.debug("stream_reset_failed", reason=f"{type(error).__name__}: {error}")
 
+    async def _converse(self, node_id: NodeId, control: Libp2pControlStream) -> None:
+        """Carry a stream of whole messages; while it lasts its connection is in use."""
+        self._conversations[node_id] += 1
+        try:
+            await control.run()
+        finally:
+            self._conversations[node_id] -= 1
+            if not self._conversations[node_id]:
+                del self._conversations[node_id]
+            self._used_at_s[node_id] = trio.current_time()
+
     async def _serve(self, protocol: str, stream: Any) -> None:
         """Serve a stream of whole messages that another node opened."""
         node_id = NodeId(str(stream.muxed_conn.peer_id))
         control = Libp2pControlStream(stream, node_id, self._options.frame_size_max)
-        self._tasks.start_soon(control.run)
+        self._tasks.start_soon(self._converse, node_id, control)
         try:
             await control.wait_first(self._options.first_frame_timeout_s)
             handler = self._handlers.get(protocol)

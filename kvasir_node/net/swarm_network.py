@@ -18,6 +18,7 @@ from kvasir_node.net.dialler import Dialler
 from kvasir_node.net.discovery import Discovery
 from kvasir_node.net.gossip import GossipMesh
 from kvasir_node.net.host import Libp2pHost
+from kvasir_node.net.idle_connections import IdleConnections
 from kvasir_node.net.lan import LanDiscovery
 from kvasir_node.net.members_file import MembersFile
 from kvasir_node.net.record_store import DhtRecordStore
@@ -53,9 +54,11 @@ class Libp2pSwarmNetwork:
         options: NetworkOptions,
         entropy: random.Random,
     ) -> None:
+        self._topics = tuple(accept)
         self._dialler = Dialler(host)
         self.streams = CoreStreams(host, self._dialler)
         self.gossip = GossipMesh(host, swarm, accept)
+        self._idle_connections = IdleConnections(host, self._gossip_neighbours)
         self.record_store = DhtRecordStore(host, self._dialler, swarm, judge)
         self._discovery = Discovery(
             host,
@@ -71,7 +74,11 @@ class Libp2pSwarmNetwork:
         await nursery.start(self.gossip.run)
         await nursery.start(self.record_store.run)
         await nursery.start(self.streams.run)
+        await nursery.start(self._idle_connections.run)
         await nursery.start(self._discovery.run)
+
+    def _gossip_neighbours(self) -> frozenset[NodeId]:
+        return frozenset(each for topic in self._topics for each in self.gossip.neighbours(topic))
 
     def candidates(self) -> tuple[NodeId, ...]:
         """See `ports.SwarmNetwork`."""

@@ -23,6 +23,7 @@ from multiaddr import Multiaddr
 from kvasir_node.net.control_stream import Libp2pControlStream
 from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity
+from kvasir_node.net.idle_connections import IdleConnections, IdleOptions
 from kvasir_node.ports import CONTROL_PROTOCOL
 from kvasir_proto.errors import (
     ConfigurationInvalid,
@@ -652,3 +653,29 @@ async def test_a_host_that_speaks_another_protocol_is_unavailable() -> None:
 def test_libp2p_does_not_write_past_our_logging() -> None:
     assert logging.getLogger("libp2p").propagate
     assert logging.getLogger("libp2p").handlers == []
+
+
+async def test_a_connection_is_in_use_while_a_stream_of_ours_is_open_and_idle_ones_are_let_go_of() -> None:
+    async with host() as ours, host() as talking, host() as idle:
+        for each in (talking, idle):
+            each.set_stream_handler(echo)
+            await ours.connect(each.addresses())
+        stream = await ours.open_stream(talking.node_id)
+        await stream.send(b"x")
+        assert await stream.receive(PATIENCE_S) == b"x"
+        uses = {each.node_id: each for each in ours.connection_uses()}
+        assert {each: use.is_busy for each, use in uses.items()} == {
+            talking.node_id: True,
+            idle.node_id: False,
+        }
+        await until(lambda: [each.is_busy for each in talking.connection_uses()] == [True])
+        trimmer = IdleConnections(ours, tuple, IdleOptions(kept_max=0, idle_min_s=0.0))
+        await trimmer.trim()
+        await until(lambda: ours.connected_nodes() == (talking.node_id,))
+        await stream.send(b"y")
+        assert await stream.receive(PATIENCE_S) == b"y"
+        await stream.close()
+        await until(lambda: not any(each.is_busy for each in ours.connection_uses()))
+        assert ours.connection_uses()[0].used_at_s > uses[talking.node_id].used_at_s
+        await trimmer.trim()
+        await until(lambda: not ours.connected_nodes())
