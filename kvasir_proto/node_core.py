@@ -60,7 +60,7 @@ from kvasir_proto.election.states import Role
 from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Duration, Instant, after, between, milliseconds, sooner
+from kvasir_proto.instants import Duration, Instant, after, between, in_seconds, milliseconds, sooner
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
@@ -651,10 +651,16 @@ class NodeCore:
 
     def _state(self) -> tuple[NodeState, str]:
         state, reason = self._state_in_swarm()
-        if state in ("ready", "degraded") and not self._steadiness.is_steady:
-            said = [each for each in (reason, self._steadiness.reason) if each]
-            return "degraded", as_sentence("; ".join(said))
+        troubles = [each for each in (self._steadiness.reason, self._clock_trouble()) if each]
+        if state in ("ready", "degraded") and troubles:
+            return "degraded", as_sentence("; ".join([*([reason] if reason else []), *troubles]))
         return state, reason
+
+    def _clock_trouble(self) -> str:
+        if self._clock_offset is None:
+            return ""
+        behind = "behind" if self._clock_offset > 0 else "ahead of"
+        return f"its clock is {round(abs(in_seconds(self._clock_offset)))} s {behind} most members'"
 
     def _state_in_swarm(self) -> tuple[NodeState, str]:
         fence = self._election.fence

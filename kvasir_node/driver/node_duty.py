@@ -45,9 +45,9 @@ from kvasir_proto.errors import (
     TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId, SwarmDigest
-from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.instants import Instant, WallTime, in_seconds
 from kvasir_proto.limits import Rank
-from kvasir_proto.membership.events import Leave, MemberChanged, Seed
+from kvasir_proto.membership.events import ClockSuspected, Leave, MemberChanged, Seed
 from kvasir_proto.messages.engine import TrunkLoaded
 from kvasir_proto.messages.swarm import DataRequest, Hello, Welcome
 from kvasir_proto.node_core import CoreOptions, Describe, NodeCore, NodeEvent
@@ -369,6 +369,8 @@ class NodeDuty:
                     network.note_record(node_id, record.addresses)
                 else:
                     network.note_gone(node_id)
+            case ClockSuspected(offset):
+                log.warning("clock_suspected", offset_s=None if offset is None else round(in_seconds(offset)))
             case InviteIssued(invite):
                 waiting = self._invites.pop(invite.secret, None)
                 if waiting is not None:

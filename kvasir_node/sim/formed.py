@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvasir_node.sim.swarm import SimNode, Swarm, SwarmOptions
 from kvasir_proto.effects import Publish, Slot
+from kvasir_proto.election.requests import ElectorateChanged
 from kvasir_proto.instants import Duration, Instant, after, seconds
 from kvasir_proto.membership.states import Claim
 from kvasir_proto.membership.table import NOBODY, Entry
@@ -36,6 +37,7 @@ def form(swarm: Swarm, nodes: Sequence[SimNode]) -> None:
                 node.store.write(slot, known[slot], swarm.now)
         node.store.complete(swarm.now)
         swarm.start(node)
+    _tell_of_electorates(swarm, nodes[0])
     cores = [core for node in nodes if isinstance(core := node.core, NodeCore)]
     _tell_of_members(cores[:1], cores)  # whoever says what it is, says who the backbone is
     _let_all_describe_themselves(swarm, nodes)
@@ -52,6 +54,14 @@ def _found(swarm: Swarm) -> list[Mapping[Slot, bytes]]:
         small.start(node, (small.nodes[0].node_id,) if node.index else ())
     small.run_until(_FOUNDING)
     return [node.store.stored() for node in small.nodes]
+
+
+def _tell_of_electorates(swarm: Swarm, founder: SimNode) -> None:
+    """Whoever judges the run has not seen how the electorates came about that newcomers will learn."""
+    core = founder.core
+    assert isinstance(core, NodeCore)
+    for link in core._election._knowledge._links:
+        swarm.tell_witness(founder, ElectorateChanged(link.electorate, frozenset()))
 
 
 def _let_all_describe_themselves(swarm: Swarm, nodes: Sequence[SimNode]) -> None:

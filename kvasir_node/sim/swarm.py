@@ -318,6 +318,10 @@ class Swarm:
         """The machine with this name; of twins the first."""
         return self.nodes[self._index_of[node_id]]
 
+    def tell_witness(self, node: SimNode, event: object) -> None:
+        """Something that happened before the run began, and that whoever judges it has to know."""
+        self._witness.saw(self.now, node, event)
+
     def start(self, node: SimNode, seeds: tuple[NodeId, ...] = ()) -> None:
         """Start the node's process, from what its disk has, and tell it whom to try first."""
         assert node.core is None

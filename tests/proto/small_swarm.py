@@ -50,7 +50,12 @@ def key_of(number: int) -> Ed25519PrivateKey:
 RECOVERY_KEY = key_of(9999)
 
 
-def found(founder: Ed25519PrivateKey, electorate: Any = "open", admission: Any = "open") -> FoundedSwarm:
+def found(
+    founder: Ed25519PrivateKey,
+    electorate: Any = "open",
+    admission: Any = "open",
+    certificates: Any = "claimed",
+) -> FoundedSwarm:
     public_key = founder.public_key().public_bytes_raw()
     manifest = SwarmManifest(
         model_digest=ModelDigest(bytes(32)),
@@ -63,6 +68,7 @@ def found(founder: Ed25519PrivateKey, electorate: Any = "open", admission: Any =
         founder_public_key=public_key,
         recovery_public_key=RECOVERY_KEY.public_key().public_bytes_raw(),
         electorate=electorate,
+        certificates=certificates,
     )
     return open_swarm_manifest(sign_swarm_manifest(manifest, founder))
 
@@ -101,6 +107,8 @@ class SmallNode:
     refused: list[str] = field(default_factory=list)
     is_stopped: bool = False
     life: int = 0
+    skew: int = 0
+    """How far its wall clock is ahead."""
     armed: int = -1
 
     @property
@@ -161,11 +169,11 @@ class SmallSwarm:
             options=self.options,
             stored=node.stored,
             entropy=random.Random(self.entropy.random()),
-            now=self.now(),
+            now=self.now(node),
             nominees=self.nominees,
         )
         founder = self.node(1).node_id if 1 in self._numbers() else node.node_id
-        node.core.command(Seed((founder,)), self.now())
+        node.core.command(Seed((founder,)), self.now(node))
         self._do(node)
 
     def _numbers(self) -> set[int]:
@@ -176,8 +184,9 @@ class SmallSwarm:
         """End a node at once; what it persisted stays."""
         node.core = None
 
-    def now(self) -> Now:
-        return Now(Instant(self.time), WallTime(WALL + self.time))
+    def now(self, node: SmallNode | None = None) -> Now:
+        """The time, on the clocks of this node."""
+        return Now(Instant(self.time), WallTime(WALL + self.time + (node.skew if node is not None else 0)))
 
     def run(self, duration: Duration, until: Callable[[], bool] | None = None) -> float:
         """Advance by ``duration``, or until the condition holds; the seconds that took."""
@@ -222,7 +231,7 @@ class SmallSwarm:
                     node.told.append(effect)
                 case PlanReceived(plan, _):
                     node.told.append(effect)
-                    self._later(node, LOADING, self._load(plan))
+                    self._later(node, LOADING, self._load(node, plan))
                 case _:
                     node.told.append(effect)
         deadline = core.next_deadline()
@@ -230,14 +239,14 @@ class SmallSwarm:
             node.armed = deadline
             self._later(node, max(0, deadline - self.time), self._tick(node))
 
-    def _load(self, plan: Plan) -> Callable[[NodeCore], None]:
+    def _load(self, node: SmallNode, plan: Plan) -> Callable[[NodeCore], None]:
         loaded = ShardLoaded(plan.epoch, plan.term, plan.revision, 1)
-        return lambda core: core.command(loaded, self.now())
+        return lambda core: core.command(loaded, self.now(node))
 
     def _tick(self, node: SmallNode) -> Callable[[NodeCore], None]:
         def tick(core: NodeCore) -> None:
             node.armed = -1
-            core.tick(self.now())
+            core.tick(self.now(node))
 
         return tick
 
@@ -251,7 +260,7 @@ class SmallSwarm:
                 self._hear_gossip(other, topic, data, publisher)
 
     def _hear_gossip(self, other: SmallNode, topic: Any, data: bytes, sender: NodeId) -> None:
-        self._later(other, DELAY, lambda core: core.receive_published(topic, data, sender, self.now()))
+        self._later(other, DELAY, lambda core: core.receive_published(topic, data, sender, self.now(other)))
 
     def _send(self, sender: NodeId, to: NodeId, body: bytes) -> None:
         other = self.nodes.get(to)
@@ -261,6 +270,6 @@ class SmallSwarm:
 
     def _hear(self, node: SmallNode, core: NodeCore, body: bytes, sender: NodeId) -> None:
         try:
-            core.receive(decode(body, CORE), sender, self.now())
+            core.receive(decode(body, CORE), sender, self.now(node))
         except RemoteProtocolError as error:
             node.refused.append(error.code)

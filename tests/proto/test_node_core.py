@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,7 +18,7 @@ from kvasir_proto.admission import (
     UseInvite,
     sign_revocation,
 )
-from kvasir_proto.capability import seal_record
+from kvasir_proto.capability import RankVerdict, seal_record
 from kvasir_proto.codec import decode
 from kvasir_proto.effects import Notice
 from kvasir_proto.election.requests import LeaseHeld
@@ -353,6 +353,60 @@ def test_a_stopped_node_rejoins_by_itself() -> None:
     worker.armed = -1
     swarm._later(worker, 1, lambda core: core.tick(swarm.now()))
     assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 20
+
+
+UNFIT: dict[str, tuple[dict[str, Any], Literal["claimed", "verified"]]] = {
+    "adds in F16": ({"accumulation": "F16"}, "claimed"),
+    "adds in BF16": ({"accumulation": "BF16"}, "claimed"),
+    "adds in less than F32 for some weights": ({"accumulation": "MIXED"}, "claimed"),
+    "was not invited for it, or does not want to": ({"ranks": ("output", "bulk")}, "claimed"),
+    "has no backbone file": ({"has_backbone_file": False}, "claimed"),
+    "is judged unfit": ({"verdicts": (RankVerdict("backbone", "unfit", bytes(32)),)}, "claimed"),
+    "says so itself and nobody else does": (
+        {"accumulation": "F32", "verdicts": (RankVerdict("backbone", "claimed", bytes(32)),)},
+        "verified",
+    ),
+    "nobody knows how it adds": ({"verdicts": (RankVerdict("backbone", "verified", bytes(32)),)}, "verified"),
+}
+
+
+@pytest.mark.parametrize("why", list(UNFIT))
+def test_a_node_unfit_for_backbone_never_stands_not_even_alone(why: str) -> None:
+    """It has its vote and founded the swarm, nobody else is there, and it stands in no term."""
+    changes, certificates = UNFIT[why]
+    swarm = SmallSwarm(0, certificates=certificates)
+    unfit = swarm.add(1, **changes)
+    swarm.run(seconds(60))
+    assert unfit.core is not None
+    view = unfit.core.view()
+    assert (view.role, view.fence, view.lease_until) == (Role.FOLLOWER, None, None)
+    assert (view.state, view.reason) == ("joining", "no backbone is known yet")
+    fit = {"accumulation": "F32", "verdicts": (RankVerdict("backbone", "verified", bytes(32)),)}
+    swarm.add(2, **fit)
+    swarm.run(seconds(20), lambda: bool(backbones(swarm)))
+    assert backbones(swarm) == [swarm.node(2)], "it votes for who is fit"
+
+
+@pytest.mark.parametrize("minutes", [-10, 10])
+def test_a_wrong_clock_is_named_on_both_sides_and_changes_nothing_else(minutes: int) -> None:
+    swarm = SmallSwarm(5)
+    wrong = swarm.add(6)
+    wrong.skew = seconds(60) * minutes
+    assert swarm.run(seconds(30), lambda: len(backbones(swarm)) == 1) < 10
+    swarm.run(seconds(30))
+    assert wrong.core is not None
+    view = wrong.core.view()
+    assert view.state == "degraded"
+    assert f"its clock is 600 s {'ahead of' if minutes > 0 else 'behind'} most members'" in view.reason
+    for node in swarm.nodes.values():
+        assert node.core is not None
+        if node is not wrong:
+            (seen,) = (each for each in node.core.view().members if each.node_id == wrong.node_id)
+            assert (seen.state, seen.condition) == ("alive", "clock_wrong")
+            assert node.core.view().state == "ready"
+    wrong.skew = 0
+    swarm.run(seconds(60))
+    assert wrong.core.view().state == "ready"
 
 
 def kill_engine(swarm: SmallSwarm, node: SmallNode, times: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from kvasir_node.driver.holder_duty import HolderSettings
@@ -18,7 +19,9 @@ from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.configuration import make_recovery
 from kvasir_proto.errors import KvasirError, RemoteProtocolError
 from kvasir_proto.ids import public_key_of
+from kvasir_proto.instants import seconds
 from kvasir_proto.manifest import ShardSet
+from kvasir_proto.membership.events import ClockSuspected
 from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.placement.plan import Plan
@@ -360,6 +363,19 @@ async def test_whom_the_founder_revokes_is_out_everywhere_and_on_disk_first(
         core = second.duty._core
         assert core is not None
         await until(lambda: core.record_of(out.node_id) is None)
+
+
+async def test_a_wrong_clock_is_in_the_log(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        (node,) = world.start(0)
+        await until(lambda: node.duty._network is not None)
+        with capture_logs() as logs:
+            node.duty._take_event(ClockSuspected(seconds(-600)))
+            node.duty._take_event(ClockSuspected(None))
+        said = [(each["event"], each["offset_s"]) for each in logs if each["event"] == "clock_suspected"]
+        assert said == [("clock_suspected", -600), ("clock_suspected", None)]
 
 
 async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so(

@@ -7,7 +7,9 @@ import pytest
 from kvasir_node.sim.faults import FAULTS
 from kvasir_node.sim.node_cores import NodeCoreKit
 from kvasir_node.sim.report import replay_command
-from kvasir_node.sim.simulation import Outcome, Simulation, SimulationOptions
+from kvasir_node.sim.simulation import FORMED_FROM, Outcome, Simulation, SimulationOptions
+from kvasir_proto.election.states import Role
+from kvasir_proto.instants import seconds
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,44 @@ def test_electors_that_vote_twice_within_the_bound_harm_nobody(liars: int) -> No
     assert outcome.violations == ()
     assert outcome.lacking is None
     assert outcome.detections
+
+
+def test_newcomers_of_a_formed_swarm_learn_the_electorates_that_were_made_before_the_run() -> None:
+    options = SimulationOptions(FORMED_FROM, 3, 7, ())
+    simulation = Simulation(options, NodeCoreKit(options))
+    simulation._begin()
+    simulation.swarm.run_until(seconds(3))
+    assert simulation.checkers.violations == []
+    newcomers = [each.core for each in simulation.swarm.nodes[FORMED_FROM:] if each.core is not None]
+    assert any(core.view().electorate.version for core in newcomers)
+
+
+def test_both_of_two_nodes_with_one_identity_and_all_others_say_so() -> None:
+    """A home copied whole and started beside the first: each keeps its promises, both together would not."""
+    options = SimulationOptions(7, 40, 1, (), lying_electors=1)
+    simulation = Simulation(options, NodeCoreKit(options))
+    simulation._begin()
+    simulation.swarm.run_until(seconds(40))  # before it is healed, which stops the twins
+    assert simulation.checkers.violations == []
+    assert simulation.swarm.notices["identity_conflicted"] == 2
+    copied = simulation.swarm.nodes[1]
+    twins = [each for each in simulation.swarm.nodes if each.node_id == copied.node_id]
+    assert len(twins) == 2
+    for each in twins:
+        assert each.core is not None
+        view = each.core.view()
+        assert view.state == "conflicted"
+        assert "identity" in view.reason or "another process" in view.reason
+        assert view.role is Role.FOLLOWER
+    seen = [
+        member.condition
+        for each in simulation.swarm.nodes
+        if each not in twins and each.core is not None
+        for member in each.core.view().members
+        if member.node_id == copied.node_id
+    ]
+    assert len(seen) == 6
+    assert set(seen) == {"conflicted"}
 
 
 def test_more_of_them_are_found_out() -> None:
