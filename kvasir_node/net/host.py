@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -139,7 +139,7 @@ class Libp2pHost:
 
     def is_connected(self, node_id: NodeId) -> bool:
         """Whether there is a connection to that node that is not known to be dead."""
-        return bool(self._live(_libp2p_id(node_id)))
+        return bool(self._live(libp2p_id_of(node_id)))
 
     def set_stream_handler(self, handler: StreamHandler, protocol: str = CONTROL_PROTOCOL) -> None:
         """Serve the streams of this protocol that others open with `handler`.
@@ -189,7 +189,7 @@ class Libp2pHost:
         await self._ensure_connected(node_id)
         try:
             with trio.fail_after(self._options.dial_timeout_s):
-                stream = await self._host.new_stream(_libp2p_id(node_id), [protocol])
+                stream = await self._host.new_stream(libp2p_id_of(node_id), [protocol])
         except trio.TooSlowError:
             # It has a connection and does not answer on it. The next attempt starts from a new one.
             await self.disconnect(node_id)
@@ -205,7 +205,7 @@ class Libp2pHost:
 
     async def disconnect(self, node_id: NodeId) -> None:
         """Drop every connection to that node. It may connect again."""
-        for connection in self._live(_libp2p_id(node_id)):
+        for connection in self._live(libp2p_id_of(node_id)):
             try:
                 await connection.close()
             except Exception as error:  # it was broken already
@@ -338,7 +338,7 @@ class Libp2pHost:
                 self._dialling.pop(node_id, None)
 
     async def _dial_unless_connected(self, node_id: NodeId) -> None:
-        libp2p_id = _libp2p_id(node_id)
+        libp2p_id = libp2p_id_of(node_id)
         if self._live(libp2p_id):
             return
         addresses = self._known.get(node_id, ())
@@ -492,7 +492,9 @@ async def _dial_nobody(libp2p_id: ID) -> list[Any]:
     raise SwarmException(f"node {libp2p_id} is not connected, and nobody asked to dial it")
 
 
-def _libp2p_id(node_id: NodeId) -> ID:
+@lru_cache(maxsize=4 * NODES_KNOWN_MAX)
+def libp2p_id_of(node_id: NodeId) -> ID:
+    """A node's id in libp2p's form. Remembered: to decode one takes as long as to do something with it."""
     return ID.from_base58(node_id)
 
 

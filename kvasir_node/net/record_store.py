@@ -29,7 +29,7 @@ from libp2p.records.validator import NamespacedValidator, Validator
 
 from kvasir_node.net.buffered_stream import BufferedStream
 from kvasir_node.net.dialler import Dialler
-from kvasir_node.net.host import Libp2pHost
+from kvasir_node.net.host import Libp2pHost, libp2p_id_of
 from kvasir_node.ports import Claim, JudgeRecord
 from kvasir_proto.errors import LocalProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, is_node_id
@@ -182,7 +182,7 @@ class DhtRecordStore:
     def _meet(self, nursery: trio.Nursery, node_id: NodeId) -> None:
         """Have a connected node in the table. One of two asks; the other learns of it by being asked."""
         if node_id > self._host.node_id:
-            nursery.start_soon(self._dht.meet, ID.from_base58(node_id))
+            nursery.start_soon(self._dht.meet, libp2p_id_of(node_id))
         if not self._joined.is_set():
             self._joined.set()
 
@@ -193,7 +193,7 @@ class DhtRecordStore:
             waits = {each: waits.get(each, 1) for each in missed}
             for node_id in missed:
                 if round_number % waits[node_id] == 0:
-                    await self._dht.meet(ID.from_base58(node_id))
+                    await self._dht.meet(libp2p_id_of(node_id))
                     waits[node_id] = min(2 * waits[node_id], _MEET_ROUNDS_MAX)
             await trio.sleep(self._options.meet_interval_s * self._random.uniform(0.8, 1.2))
 
@@ -277,7 +277,7 @@ class _HostForDht:
         return self._book
 
     def get_connected_peers(self) -> list[ID]:
-        return [ID.from_base58(each) for each in self._host.connected_nodes()]
+        return [libp2p_id_of(each) for each in self._host.connected_nodes()]
 
     def set_stream_handler(self, _protocol: str, handler: Any) -> None:
         self._host.libp2p.set_stream_handler(self._protocol, handler)
@@ -347,7 +347,7 @@ class _Dht(KadDHT):
 
     def has_met(self, node_id: NodeId) -> bool:
         """Whether that node is in the table of neighbours."""
-        return bool(self.routing_table.peer_in_table(ID.from_base58(node_id)))
+        return bool(self.routing_table.peer_in_table(libp2p_id_of(node_id)))
 
     async def meet(self, libp2p_id: ID) -> None:
         """Ask a connected node who is near us: it tells its addresses, and hears ours."""

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -32,7 +33,7 @@ from tests.loopback.test_last_f32_worker import LastWorkers
 
 SAMPLING = Sampling(seed=5, temperature=0.8, top_k=0, top_p=0.95, min_p=0.0)
 SETTLE_S: Final = 5.0
-RATE_SESSIONS: Final = 4
+RATE_SESSIONS: Final = 7
 RATE_TOKENS: Final = 120
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -261,35 +262,38 @@ class FiguresOfSwarm:
         limit = ProcessorLimit(share)
         slow = Daemon(self._prepare(self.nodes), "--bootstrap", self.address)
         without: list[float] = []
+        """One median before each coming of the slow member, and one at the end."""
         with_it: list[float] = []
         try:
             for _ in range(rounds):
-                without += self._rates()
+                without.append(self._rate())
                 slow.start()
                 limit.take_in(slow.process.pid)
                 document = slow.wait(
                     lambda each: each["state"] == "ready" and each.get("expert_row_ns", 1), "the slow member"
                 )
                 time.sleep(2 * SETTLE_S)
-                with_it += self._rates()
+                with_it.append(self._rate())
                 self._note_slow(document["node_id"])
                 slow.kill(signal.SIGTERM)
                 slow.wait_ended()
                 self.settle()
-            without += self._rates()
+            without.append(self._rate())
         finally:
             slow.end()
             limit.close()
-        ratio = statistics.median(with_it) / statistics.median(without)
+        around = [statistics.mean(pair) for pair in pairwise(without)]
+        ratios = [each / beside for each, beside in zip(with_it, around, strict=True)]
         self.figures.note("slow_member.tokens_per_second_without", without)
         self.figures.note("slow_member.tokens_per_second_with", with_it)
-        self.figures.note("slow_member.ratio_of_medians", ratio)
+        self.figures.note("slow_member.ratios", [round(each, 3) for each in ratios])
+        self.figures.note("slow_member.ratio_median", statistics.median(ratios))
 
-    def _rates(self) -> list[float]:
-        """Tokens a second of some sessions; the first one warms up."""
+    def _rate(self) -> float:
+        """Tokens a second, the median of some sessions; the first one warms up."""
         backbone = self.backbone()
         rates = [trio.run(_generate, backbone, RATE_TOKENS) for _ in range(RATE_SESSIONS + 1)]
-        return [round(each, 2) for each in rates[1:] if each is not None]
+        return round(statistics.median(each for each in rates[1:] if each is not None), 2)
 
     def _note_slow(self, node_id: str) -> None:
         document = self.backbone().status() or {}
