@@ -275,6 +275,8 @@ class FiguresOfSwarm:
                 time.sleep(2 * SETTLE_S)
                 with_it.append(self._rate())
                 self._note_slow(document["node_id"])
+                self.figures.note("slow_member.tokens_per_second_without", list(without))
+                self.figures.note("slow_member.tokens_per_second_with", list(with_it))
                 slow.kill(signal.SIGTERM)
                 slow.wait_ended()
                 self.settle()
@@ -285,7 +287,6 @@ class FiguresOfSwarm:
         around = [statistics.mean(pair) for pair in pairwise(without)]
         ratios = [each / beside for each, beside in zip(with_it, around, strict=True)]
         self.figures.note("slow_member.tokens_per_second_without", without)
-        self.figures.note("slow_member.tokens_per_second_with", with_it)
         self.figures.note("slow_member.ratios", [round(each, 3) for each in ratios])
         self.figures.note("slow_member.ratio_median", statistics.median(ratios))
 
@@ -351,6 +352,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     arguments = parser.parse_args()
     parts = arguments.only
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the daemons end with us
     figures = Figures()
     figures.note("processors", os.cpu_count())
     figures.note("load_average_before", round(os.getloadavg()[0], 2))
