@@ -17,7 +17,7 @@ from kvasir_node.model.store import StoredModel
 from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.configuration import make_recovery
-from kvasir_proto.errors import KvasirError, RemoteProtocolError
+from kvasir_proto.errors import KvasirError, NotReady, RemoteProtocolError
 from kvasir_proto.ids import public_key_of
 from kvasir_proto.instants import seconds
 from kvasir_proto.manifest import ShardSet
@@ -345,6 +345,19 @@ async def test_a_quorum_lost_for_good_is_replaced_by_the_recovery_key(
         fence = core.view().fence
         assert fence is not None
         assert fence[:2] > (1, 0)
+
+
+async def test_who_is_not_the_backbone_refuses_a_session_and_says_where_to_ask(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        await ready_nodes(world, 3)
+        assert world.backbone is not None
+        other = next(each for each in world.nodes if each is not world.backbone)
+        await until(lambda: other.duty.state()[0] == "ready")
+        where = f"sessions run on {world.backbone.node_id}: call 'kvasir-node generate' there"
+        with pytest.raises(NotReady, match=where):
+            await generate(other)
 
 
 async def test_whom_the_founder_revokes_is_out_everywhere_and_on_disk_first(
