@@ -27,9 +27,11 @@ WEIGHTS_BYTES_MAX: Final = 64 << 20
 ROUND_NS: Final = 1_000_000
 """A round lasts at least so long, shorter than what a busy system lets a process have in one piece ..."""
 
-ROUNDS_MAX: Final = 1000
-TOTAL_NS_MAX: Final = 400_000_000
-"""... and no round begins after so many, or after so long."""
+ROUNDS_MAX: Final = 200
+CPU_NS_MAX: Final = 200_000_000
+TOTAL_NS_MAX: Final = 5_000_000_000
+"""... and no round begins after so many, after so much processor time, or after so long. Where a busy machine
+lets it have a hundredth of a processor, a short time would have no round that was not disturbed."""
 
 
 def measure_row_ns(
@@ -38,11 +40,12 @@ def measure_row_ns(
     threads: int,
     device: str = ANY_DEVICE,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
+    cpu_ns: Callable[[], int] = time.process_time_ns,
 ) -> int:
     """Nanoseconds of one row through one expert, at least 1, in a token's batch of `n_expert_used` of them.
 
-    Takes `TOTAL_NS_MAX`, or two calls where these take longer, and `WEIGHTS_BYTES_MAX` of memory. Raises as
-    kernels do.
+    Takes `CPU_NS_MAX` where nobody disturbs it and `TOTAL_NS_MAX` at most, or two calls where these take
+    longer, and `WEIGHTS_BYTES_MAX` of memory. Raises as kernels do.
     """
     layer = max(manifest.moe_layers, key=lambda each: (manifest.expert_size_bytes(each), -each))
     n_held = min(manifest.n_expert, max(1, WEIGHTS_BYTES_MAX // manifest.expert_size_bytes(layer)))
@@ -53,13 +56,18 @@ def measure_row_ns(
         kernel, manifest, shard, lambda name, _expert: memoryview(zeros)[: sizes[name]], threads, device
     )
     try:
-        return _fastest_row_ns(computed, manifest, layer, n_held, clock_ns)
+        return _fastest_row_ns(computed, manifest, layer, n_held, clock_ns, cpu_ns)
     finally:
         computed.close()
 
 
 def _fastest_row_ns(
-    kernel: ExpertKernel, manifest: ModelManifest, layer: int, n_held: int, clock_ns: Callable[[], int]
+    kernel: ExpertKernel,
+    manifest: ModelManifest,
+    layer: int,
+    n_held: int,
+    clock_ns: Callable[[], int],
+    cpu_ns: Callable[[], int],
 ) -> int:
     program = kernel.add_program(program_like(manifest, layer))
     width_in, width_out = kernel.row_widths(layer, program)
@@ -87,6 +95,7 @@ def _fastest_row_ns(
 
     call(0)
     began = ended = clock_ns()
+    cpu_began = cpu_ns()
     fastest: float | None = None
     number = 0
     for _ in range(ROUNDS_MAX):
@@ -98,7 +107,7 @@ def _fastest_row_ns(
             ended = clock_ns()
         row_ns = (ended - round_began) / (n_calls * n_pairs)
         fastest = row_ns if fastest is None else min(fastest, row_ns)
-        if ended - began >= TOTAL_NS_MAX:
+        if ended - began >= TOTAL_NS_MAX or cpu_ns() - cpu_began >= CPU_NS_MAX:
             break
     assert fastest is not None
     return max(1, round(fastest))

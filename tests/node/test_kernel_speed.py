@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from kvasir_node.kernels import speed
-from kvasir_node.kernels.speed import ROUND_NS, ROUNDS_MAX, TOTAL_NS_MAX, measure_row_ns, program_like
+from kvasir_node.kernels.speed import (
+    CPU_NS_MAX,
+    ROUND_NS,
+    ROUNDS_MAX,
+    TOTAL_NS_MAX,
+    measure_row_ns,
+    program_like,
+)
 from kvasir_node.model.model_manifest import build_manifest
 from kvasir_proto.limits import Kernel
-from kvasir_proto.manifest import ModelManifest
 from tests.model_makers import ModelShape, make_deepseek2, make_gpt_oss, make_qwen3moe
 from tests.node.toy_experts import LAYERS, N_EXPERT, ToyKernel, toy_manifest
 
@@ -49,22 +55,26 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ToyKernel:
     return toy
 
 
-def clock_of(call_times_ns: Iterable[int]) -> Callable[[], int]:
-    """A clock on which one call after the other takes so long."""
+class ScriptedClocks:
+    """One call after the other takes so long; of that the processor gives a part."""
 
-    def read() -> Iterator[int]:
-        at = 0
-        yield at
-        for each in call_times_ns:
-            at += each
-            yield at
+    def __init__(self, call_times_ns: Iterable[int], cpu_part: float = 1.0) -> None:
+        self._times = iter(call_times_ns)
+        self._cpu_part = cpu_part
+        self._now_ns: int | None = None
 
-    ticks = read()
-    return lambda: next(ticks)
+    def wall_ns(self) -> int:
+        """Each look but the first is the end of a call."""
+        self._now_ns = 0 if self._now_ns is None else self._now_ns + next(self._times)
+        return self._now_ns
+
+    def cpu_ns(self) -> int:
+        return round((self._now_ns or 0) * self._cpu_part)
 
 
-def measured(call_times_ns: Iterable[int], manifest: ModelManifest | None = None) -> int:
-    return measure_row_ns("ggml-cpu", manifest or toy_manifest(), 1, clock_ns=clock_of(call_times_ns))
+def measured(call_times_ns: Iterable[int], cpu_part: float = 1.0) -> int:
+    clocks = ScriptedClocks(call_times_ns, cpu_part)
+    return measure_row_ns("ggml-cpu", toy_manifest(), 1, clock_ns=clocks.wall_ns, cpu_ns=clocks.cpu_ns)
 
 
 def test_the_fastest_round_counts_a_row_of_it(kernel: ToyKernel) -> None:
@@ -79,10 +89,27 @@ def test_a_round_has_all_its_calls(kernel: ToyKernel) -> None:
     assert measured([ROUND_NS, *(few + many) * 500]) == round((ROUND_NS // 10 * 9 + ROUND_NS) / 10 / 2)
 
 
-def test_it_ends_after_a_bounded_time_and_number_of_rounds(kernel: ToyKernel) -> None:
-    n_rounds = min(ROUNDS_MAX, TOTAL_NS_MAX // ROUND_NS)
-    measured([ROUND_NS] * n_rounds)
+@pytest.mark.parametrize(
+    "round_ns, cpu_part, n_rounds",
+    [
+        (ROUND_NS, 1.0, min(ROUNDS_MAX, CPU_NS_MAX // ROUND_NS)),
+        (ROUND_NS, 0.0, ROUNDS_MAX),  # another device computes
+        (4 * ROUND_NS, 1.0, CPU_NS_MAX // (4 * ROUND_NS)),  # a slow kernel
+        (10 * ROUND_NS, 0.1, ROUNDS_MAX),  # a busy machine
+        (100 * ROUND_NS, 0.001, TOTAL_NS_MAX // (100 * ROUND_NS)),
+    ],
+)
+def test_it_ends_after_so_many_rounds_so_much_processor_time_or_so_long(
+    kernel: ToyKernel, round_ns: int, cpu_part: float, n_rounds: int
+) -> None:
+    measured([round_ns] * n_rounds, cpu_part)
     assert len(kernel.asked) == n_rounds + 1
+
+
+def test_a_machine_that_leaves_it_hardly_anything_is_measured_all_the_same(kernel: ToyKernel) -> None:
+    """What took 200 ms of wall time alone ended before any round that was not disturbed."""
+    disturbed, free = 50 * ROUND_NS, ROUND_NS
+    assert measured([disturbed] * 10 + [free] + [disturbed] * 200, 0.02) == free // 2
 
 
 def test_where_a_call_takes_long_one_counts(kernel: ToyKernel) -> None:
