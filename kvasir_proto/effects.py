@@ -3,8 +3,9 @@
 A core has five verbs: `receive`, `command`, `tick`, `next_deadline`, `drain`. The first three change its
 state and write down effects, `drain` hands these out in order and forgets them. The contract with whoever
 drives a core: every `Persist` of one drain is durable before any `Send` or `Publish` of the same drain
-leaves. Effects that only another core or the log is interested in (`Notice`, each core's own events) need no
-such order. No core sends bytes, opens a file or writes a log.
+leaves; where one cannot be made durable, what `promises.waits_for` names stays, and the rest leaves. Effects
+that only another core or the log is interested in (`Notice`, most of each core's own events) need no such
+order. No core sends bytes, opens a file or writes a log.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """Drives one node core: what arrives goes in, what it asks is done, and its one timer is kept.
 
 The contract of `kvasir_proto.effects` is held here and nowhere else: what must survive a power cut is saved
-before anything of the same drain is sent. While a save fails, nothing is sent at all, for every message is
-best effort and a forgotten vote is not; what was to be saved and told is kept and tried again. Notices are
-logged here, events are handed to whoever owns the node. It decides nothing about the swarm.
+before anything of the same drain is sent. While a save fails, what rests on it (`promises.waits_for`) stays:
+messages are dropped, for each is best effort and a forgotten vote is not; events wait; it is tried again.
+All else goes out, so that a node whose disk is full is alive, and degraded. Notices are logged here, events
+are handed to whoever owns the node. It decides nothing about the swarm.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
 
 import trio
@@ -25,9 +28,11 @@ from kvasir_proto.effects import Effect, FetchRecord, Notice, Now, Persist, Publ
 from kvasir_proto.errors import ConfigurationInvalid, DiskFull, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Duration, in_seconds
+from kvasir_proto.limits import as_sentence
 from kvasir_proto.membership import events as membership
 from kvasir_proto.messages.core import CORE
 from kvasir_proto.node_core import NodeCommand, NodeCore, NodeEvent, NodeView
+from kvasir_proto.promises import waits_for
 from kvasir_proto.term_proof import ProvenTerm
 
 log = get_logger()
@@ -37,6 +42,8 @@ FETCHES_MAX: Final = 8
 FETCH_TIMEOUT_S: Final = 10.0
 EVENTS_MAX: Final = 4096
 """Events that may wait for their reader. More means that it hangs, which is a bug."""
+WITHHELD_MAX: Final = 256
+"""Events that may wait for a save; the oldest goes, since a later one of its kind says what holds now."""
 _RETRY_FIRST_S: Final = 1.0
 _RETRY_MAX_S: Final = 15.0
 _IDLE_S: Final = 3600.0
@@ -66,6 +73,10 @@ class CoreDriver:
         self._last_error = last_error
         self._outgoing: deque[Effect | NodeEvent] = deque()
         self._unsaved: dict[Slot, bytes] = {}
+        self._unsaved_reason = ""
+        self._withheld: deque[Effect | NodeEvent] = deque(maxlen=WITHHELD_MAX)
+        self._failures = 0
+        self._retry_at = math.inf
         self._wake_timer = trio.Event()
         self._wake_effects = trio.Event()
         self._done = trio.Event()
@@ -90,8 +101,11 @@ class CoreDriver:
             self._collect()
 
     def view(self) -> NodeView:
-        """See `ports.SwarmCore`."""
-        return self._core.view()
+        """See `ports.SwarmCore`. A node that cannot save is degraded at best."""
+        view = self._core.view()
+        if self._unsaved_reason and view.state == "ready":
+            return replace(view, state="degraded", reason=as_sentence(self._unsaved_reason))
+        return view
 
     def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
         """See `ports.SwarmCore`."""
@@ -173,40 +187,51 @@ class CoreDriver:
         self._wake_timer.set()
 
     async def _do_effects(self, nursery: trio.Nursery) -> None:
-        failures = 0
         while True:
-            while not self._outgoing and not self._unsaved:
+            while not self._outgoing and trio.current_time() < self._retry_at:
                 self._wake_effects = trio.Event()
-                await self._wake_effects.wait()
+                with trio.move_on_at(self._retry_at):
+                    await self._wake_effects.wait()
             effects = list(self._outgoing)
             self._outgoing.clear()
             self._is_saving = True
-            self._unsaved |= {each.slot: each.data for each in effects if isinstance(each, Persist)}
-            try:
-                for slot in sorted(self._unsaved):
-                    await self._save(slot, self._unsaved[slot])
-                    del self._unsaved[slot]
-            except (DiskFull, ConfigurationInvalid) as error:
-                failures += 1
-                self._note_unsaved(error, failures)
-                # Told again once it is saved, and said again by the core: nothing that is sent is a promise.
-                told = [
-                    each for each in effects if not isinstance(each, Persist | Send | Publish | FetchRecord)
-                ]
-                self._outgoing.extendleft(reversed(told))
-                self._done.set()  # whoever waits for the network has waited long enough
-                await trio.sleep(retry_delay_s(failures, _RETRY_FIRST_S, _RETRY_MAX_S))
-                continue
-            failures = 0
-            for effect in effects:
-                self._do(effect, nursery)
+            await self._save_all({each.slot: each.data for each in effects if isinstance(each, Persist)})
             self._is_saving = False
+            effects = [*self._withheld, *effects]
+            self._withheld.clear()
+            for effect in effects:
+                if waits_for(effect).isdisjoint(self._unsaved):
+                    self._do(effect, nursery)
+                elif not isinstance(effect, Send | Publish):
+                    self._withheld.append(effect)
             if not self._outgoing:
                 self._done.set()
 
-    def _note_unsaved(self, error: DiskFull | ConfigurationInvalid, failures: int) -> None:
+    async def _save_all(self, fresh: dict[Slot, bytes]) -> None:
+        """Save what is new at once, and what could not be saved when it is due again."""
+        is_due = trio.current_time() >= self._retry_at
+        due = sorted(each for each in {*fresh, *self._unsaved} if is_due or each not in self._unsaved)
+        self._unsaved |= fresh
+        failure: DiskFull | ConfigurationInvalid | None = None
+        for slot in due:
+            try:
+                await self._save(slot, self._unsaved[slot])
+                del self._unsaved[slot]
+            except (DiskFull, ConfigurationInvalid) as error:
+                failure = error
+        if not self._unsaved:
+            self._failures, self._retry_at, self._unsaved_reason = 0, math.inf, ""
+        elif failure is not None:
+            self._note_unsaved(failure)
+            if is_due or self._retry_at == math.inf:
+                self._failures += 1
+                delay_s = retry_delay_s(self._failures, _RETRY_FIRST_S, _RETRY_MAX_S)
+                self._retry_at = trio.current_time() + delay_s
+
+    def _note_unsaved(self, error: DiskFull | ConfigurationInvalid) -> None:
+        self._unsaved_reason = str(error)
         self._last_error.note(str(error))
-        log.error("state_not_saved", reason=str(error), failures=failures)
+        log.error("state_not_saved", reason=str(error), failures=self._failures + 1)
 
     def _do(self, effect: Effect | NodeEvent, nursery: trio.Nursery) -> None:
         match effect:

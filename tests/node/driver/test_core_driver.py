@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 
@@ -14,14 +16,18 @@ from kvasir_node.driver.last_error import LastError
 from kvasir_node.net.core_stream import CoreStreams
 from kvasir_node.net.dialler import Dialler
 from kvasir_node.ports import Claim
+from kvasir_proto.codec import decode
 from kvasir_proto.effects import Now, Slot
-from kvasir_proto.election.requests import LeaseHeld, TermFollowed
+from kvasir_proto.election.requests import LeaseHeld, StepDown, TermFollowed
 from kvasir_proto.election.states import Role
-from kvasir_proto.errors import DiskFull
+from kvasir_proto.errors import DiskFull, RemoteProtocolError
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Instant, WallTime
-from kvasir_proto.membership.events import Leave, Seed
+from kvasir_proto.membership.events import Leave, MemberChanged, Seed
+from kvasir_proto.messages.core import CORE, MEMBERSHIP_MESSAGES
+from kvasir_proto.messages.election import ElectorateEndorsement, LeaseRequest, VoteGrant, VoteRequest
+from kvasir_proto.messages.plan import PlanAccept, PlanOffer
 from kvasir_proto.node_core import LAN, NodeCore, PlanReceived, ShardLoaded
 from kvasir_proto.records import RecordChanged
 from tests.node.driver.memory_network import MemoryHost, MemoryNetwork
@@ -51,6 +57,19 @@ class World:
         return member
 
 
+class OverheardStreams(CoreStreams):
+    """Remembers what the node says on them."""
+
+    def __init__(self, host: MemoryHost, dialler: Dialler) -> None:
+        super().__init__(host, dialler)
+        self.said: list[Any] = []
+
+    def send(self, node_id: NodeId, body: bytes) -> bool:
+        with contextlib.suppress(RemoteProtocolError):
+            self.said.append(decode(body, CORE))
+        return super().send(node_id, body)
+
+
 class Member:
     """One node: its core, driven."""
 
@@ -59,8 +78,10 @@ class Member:
         self.key = key_of(number)
         self.saved: dict[Slot, bytes] = {}
         self.order: list[str] = []
-        self.fails: Callable[[], bool] = lambda: False
+        self.fails: Callable[[Slot], bool] = lambda _: False
+        self.attempts: list[Slot] = []
         self.told: list[Any] = []
+        self.said: list[Any] = []
         self.node_id = NodeId("")
         self.host: MemoryHost
 
@@ -69,7 +90,8 @@ class Member:
         self.node_id = node_id_of(self.key.public_key().public_bytes_raw())
         host = self.host = world.network.host(self.node_id)
         dialler = self.dialler = Dialler(host)
-        streams = CoreStreams(host, dialler)
+        streams = OverheardStreams(host, dialler)
+        self.said = streams.said
         await world.nursery.start(streams.run)
         swarm = world.swarm
 
@@ -108,8 +130,9 @@ class Member:
 
     async def _save(self, slot: Slot, data: bytes) -> None:
         await trio.sleep(0.002)
-        if self.fails():
-            raise DiskFull("no room")
+        self.attempts.append(slot)
+        if self.fails(slot):
+            raise DiskFull(f"no room for {slot}")
         self.saved[slot] = data
 
     async def _hear(self) -> None:
@@ -154,7 +177,7 @@ async def test_nothing_is_said_before_what_it_promises_is_saved(
         world = World(nursery)
         founder = Member(world, 1)
         is_full = True
-        founder.fails = lambda: is_full
+        founder.fails = lambda _: is_full
         await founder.start()
         await trio.sleep(20)
         assert founder.saved == {}
@@ -163,6 +186,75 @@ async def test_nothing_is_said_before_what_it_promises_is_saved(
         is_full = False
         await _until(lambda: any(isinstance(each, LeaseHeld) for each in founder.told))
         assert {"election", "fence", "incarnation", "records"} <= set(founder.saved)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_full_disk_silences_nobody(autojump_clock: trio.testing.MockClock) -> None:
+    """The backbone's disk is full for five minutes: nothing is due but what promises nothing, so it goes on."""
+    async with trio.open_nursery() as nursery:
+        world = World(nursery)
+        members = [await world.start(number) for number in (1, 2, 3)]
+        await _until(lambda: all(each.is_ready() for each in members))
+        await trio.sleep(5)
+        fence = members[0].driver.view().fence
+        assert fence is not None
+        backbone = next(each for each in members if each.node_id == fence.backbone)
+        others = [each for each in members if each is not backbone]
+        is_full = True
+        backbone.fails = lambda _: is_full
+        kept = dict(backbone.saved)
+        backbone.attempts.clear()
+        for each in others:
+            each.told.clear()
+        await trio.sleep(300)
+        assert {"records"} == set(backbone.attempts), "what this test is about did not happen"
+        assert 10 <= len(backbone.attempts) <= 30, "it is tried again, and not in a hurry"
+        assert backbone.saved == kept
+        assert not [one for each in others for one in each.told if isinstance(one, MemberChanged)]
+        assert {each.driver.view().fence for each in members} == {fence}
+        view = backbone.driver.view()
+        assert view.lease_until is not None
+        assert view.lease_until > clocks().instant
+        assert (view.state, view.reason) == ("degraded", "no room for records")
+        is_full = False
+        await _until(backbone.is_ready)
+        assert backbone.saved != kept
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("slot", "withheld"),
+    [
+        ("election", (VoteGrant, VoteRequest, ElectorateEndorsement)),
+        ("fence", (LeaseRequest, PlanOffer, PlanAccept)),
+        ("incarnation", MEMBERSHIP_MESSAGES),
+    ],
+)
+async def test_what_rests_on_an_unsaved_slot_is_not_said(
+    autojump_clock: trio.testing.MockClock, slot: Slot, withheld: tuple[type, ...]
+) -> None:
+    """From its start one slot of a member cannot be saved; then the member that was backbone ends."""
+    async with trio.open_nursery() as nursery:
+        world = World(nursery)
+        first, second = [await world.start(number) for number in (1, 2)]
+        third = Member(world, 3)
+        third.fails = lambda each: each == slot
+        await third.start()
+        await trio.sleep(60)
+        first.driver.command(StepDown("for the test"))
+        await trio.sleep(60)
+        assert slot in third.attempts, "what this test is about did not happen"
+        assert slot not in third.saved
+        assert not [each for each in third.said if isinstance(each, withheld)]
+        if slot == "fence":
+            assert not any(isinstance(each, TermFollowed | PlanReceived) for each in third.told)
+        if slot != "incarnation":
+            seen = {each.node_id: each.state for each in second.driver.view().members}
+            assert seen[third.node_id] == "alive"
+        third.fails = lambda _: False
+        await trio.sleep(20)
+        assert slot in third.saved
+        assert [each for each in third.said if isinstance(each, withheld)]
         nursery.cancel_scope.cancel()
 
 
