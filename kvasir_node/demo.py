@@ -571,7 +571,7 @@ def _check_running(nodes: list[DemoNode]) -> None:
 
 async def _stop_nodes(nodes: list[DemoNode]) -> None:
     """Stop them, the founder last; kill what does not stop."""
-    async with trio.open_nursery() as nursery:
+    async with open_unwrapping_nursery() as nursery:
         for node in reversed(nodes):
             nursery.start_soon(_stop_node, node)
 

@@ -21,6 +21,7 @@ from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.status import short_id
 from kvasir_node.control import request_ping, request_status
 from kvasir_node.locations import Locations
+from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_proto.errors import TransportUnavailable, UsageError
 from kvasir_proto.ids import NodeId, is_node_id
 from kvasir_proto.limits import as_sentence
@@ -128,7 +129,7 @@ async def _ping_all(
             click.echo(line)
 
     for number in range(1, count + 1):
-        async with trio.open_nursery() as nursery:
+        async with open_unwrapping_nursery() as nursery:
             for node_id in targets:
                 nursery.start_soon(ping_one, node_id, number)
         if number < count:

@@ -110,3 +110,10 @@ def test_what_is_required_is_pinned() -> None:
         assert name in pinned, f"{name} is not in deploy/constraints.txt"
         exact = re.fullmatch(r"[a-z0-9-]+==([\d.]+)", requirement)
         assert exact is None or pinned[name] == exact[1], f"{name}: pyproject.toml and constraints.txt differ"
+
+
+def test_commands_see_errors_and_not_groups_of_them() -> None:
+    """What leaves a plain nursery is a group, which no command's ending knows: a traceback and status 120."""
+    of_commands = python_files("kvasir_node/cli", "kvasir_node/bench", "kvasir_node/measure")
+    for path in (*of_commands, "kvasir_node/control.py", "kvasir_node/demo.py", "kvasir_node/foreground.py"):
+        assert "trio.open_nursery" not in (text_of(path) or ""), f"{path}: use open_unwrapping_nursery"

@@ -335,6 +335,31 @@ def test_without_a_daemon_there_is_nobody_to_ask(tmp_path: Path, command: tuple[
     assert outcome.sentence.startswith("no daemon runs in this home")
 
 
+@pytest.mark.parametrize("output", [">/dev/full", "| exec 0<&-"])
+@pytest.mark.parametrize(
+    "command", ["status --json", "peers", "ping all --count 2 --interval 0", "ping all --json"]
+)
+def test_an_output_that_takes_nothing_is_status_1(tmp_path: Path, command: str, output: str) -> None:
+    """A full disk, and a reader that has gone: `| head` has as much as it wanted."""
+    with twin_daemon(tmp_path, backbone()):
+        line = f'{sys.executable} -m kvasir_node --home "$0" {command}'
+        shell = f"{line} {output}" if output[0] == ">" else f"({line}; echo $? >&3) 3>&2 {output}"
+        done = subprocess.run(
+            ["/bin/bash", "-c", shell, str(tmp_path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    said = done.stderr.decode().splitlines()
+    if output[0] == ">":
+        assert done.returncode == 1, said
+        assert len(said) == 1, said
+        assert said[0].startswith("kvasir-node: standard output cannot be written: No space left"), said
+    else:
+        assert said == ["1"], said
+
+
 # --- ping ---------------------------------------------------------------------------------------------------
 
 
