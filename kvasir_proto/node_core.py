@@ -789,7 +789,10 @@ class NodeCore:
             case SelfConflicted():
                 self._note_conflict(event.reason, now)
             case IdentityContested():
-                self._note_conflict("a record with this node's identity comes from elsewhere", now)
+                reason = (
+                    "a record of another process has this node's identity: is its home a copy of this one?"
+                )
+                self._note_conflict(reason, now)
             case ClockSuspected(offset):
                 self._clock_offset = offset
                 self._note_change(now.instant)

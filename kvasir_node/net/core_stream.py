@@ -64,10 +64,22 @@ class _Line:
     streams: list[ControlStream] = field(default_factory=list)
     written: ControlStream | None = None
     """The one of them that messages are written to."""
+    heard: list[ControlStream] = field(default_factory=list)
+    """Those of them that something came on."""
     is_writing: bool = False
     used_at_s: float = 0.0
     failures_in_a_row: int = 0
     not_before_s: float = 0.0
+
+    def note_heard(self, stream: ControlStream) -> None:
+        """Something came on this stream; where things come on two, it is answered where it came.
+
+        A node writes to one stream, so two that speak are two processes with one identity, a copied home:
+        each is to hear what it is answered, and so of the other.
+        """
+        self.heard = [each for each in self.streams if each in self.heard or each is stream]
+        if self.written in self.heard:
+            self.written = stream
 
 
 @dataclass(slots=True)
@@ -222,6 +234,7 @@ class CoreStreams:
                     raise RemoteProtocolError(f"a core message of {len(body)} bytes", "oversize")
                 line.used_at_s = trio.current_time()
                 line.failures_in_a_row = 0
+                line.note_heard(stream)
                 self._counts.received += 1
                 while (wait_s := bucket.take(trio.current_time())) > 0.0:  # noqa: ASYNC110 - a rate
                     await trio.sleep(wait_s)

@@ -107,7 +107,7 @@ class Member:
             model=MODEL,
             options=LAN,
             stored=self.saved,
-            entropy=random.Random(self.node_id),
+            entropy=random.Random(f"{self.node_id} {host.addresses()}"),
             now=clocks(),
         )
         accept = {"records": lambda data: is_record(data, swarm), "terms": is_announcement}
@@ -190,7 +190,7 @@ async def test_nothing_is_said_before_what_it_promises_is_saved(
 
 
 async def test_a_full_disk_silences_nobody(autojump_clock: trio.testing.MockClock) -> None:
-    """The backbone's disk is full for five minutes: nothing is due but what promises nothing, so it goes on."""
+    """The backbone's disk is full for five minutes: only what promises nothing is due, so it goes on."""
     async with trio.open_nursery() as nursery:
         world = World(nursery)
         members = [await world.start(number) for number in (1, 2, 3)]
@@ -223,7 +223,7 @@ async def test_a_full_disk_silences_nobody(autojump_clock: trio.testing.MockCloc
 
 
 @pytest.mark.parametrize(
-    ("slot", "withheld"),
+    "slot, withheld",
     [
         ("election", (VoteGrant, VoteRequest, ElectorateEndorsement)),
         ("fence", (LeaseRequest, PlanOffer, PlanAccept)),
@@ -255,6 +255,30 @@ async def test_what_rests_on_an_unsaved_slot_is_not_said(
         await trio.sleep(20)
         assert slot in third.saved
         assert [each for each in third.said if isinstance(each, withheld)]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_copied_home_ends_as_conflicted_in_both_processes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        world = World(nursery)
+        members = [await world.start(number) for number in (1, 2, 3, 4)]
+        await _until(lambda: all(each.is_ready() for each in members))
+        original = members[1]
+        clone = Member(world, 2)
+        clone.saved = dict(original.saved)
+        await clone.start()
+        both = (original, clone)
+        took = await _until(lambda: {each.driver.view().state for each in both} == {"conflicted"}, 60)
+        assert took < 30
+        for each in both:
+            assert "is its home a copy of this one" in each.driver.view().reason
+        rest = [each for each in members if each is not original]
+        await _until(lambda: all(each.is_ready() for each in rest))
+        for each in rest:
+            seen = {one.node_id: one.condition for one in each.driver.view().members}
+            assert seen[original.node_id] == "conflicted"
         nursery.cancel_scope.cancel()
 
 
