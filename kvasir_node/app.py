@@ -328,6 +328,7 @@ class Node:
 
     async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
         home, configuration = self._home, self._home.configuration
+        await trio.to_thread.run_sync(self._check_home, abandon_on_cancel=True)
         options = HostOptions(
             configuration.listen_host, configuration.listen_port, health_interval_s=HEALTH_INTERVAL_S
         )
@@ -340,16 +341,25 @@ class Node:
             on_listening(self._addresses)
             await duty.run()
 
-    def _make_duty(self, host: Libp2pHost) -> NodeDuty:
-        home, configuration = self._home, self._home.configuration
+    def _check_home(self) -> None:
+        """Raise `ConfigurationInvalid` where nothing is to be done or trusted, before a port is opened."""
+        home = self._home
         files = home.swarm_files
         files.check_undamaged()
+        known = files.load_swarm()
+        if known is not None:
+            files.claim_slots(known.swarm.digest, home.identity.node_id)
         check_bootstrap(
             home.bootstrap,
             home.identity.node_id,
-            has_swarm=files.load_swarm() is not None,
+            has_swarm=known is not None,
             has_invite=files.load_invite() is not None,
+            has_slots=files.has_slots(),
         )
+
+    def _make_duty(self, host: Libp2pHost) -> NodeDuty:
+        home, configuration = self._home, self._home.configuration
+        files = home.swarm_files
         return NodeDuty(
             node_key=home.identity.private_key,
             files=files,

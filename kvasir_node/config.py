@@ -17,10 +17,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import is_node_id
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, RANKS, WORKERS_MAX, Rank
 
+FILE_SIZE_MAX: Final = 1 << 20
+"""Bytes of the largest `kvasir.toml`."""
 _ENVIRONMENT_PREFIX: Final = "KVASIR_"
 _SHORT_FLAGS: Final = {
     "swarm.bootstrap": "--bootstrap",
@@ -317,7 +320,7 @@ def load_configuration(
 
 def _from_file(file: Path) -> dict[str, object]:
     try:
-        document = tomllib.loads(file.read_text("utf-8"))
+        document = tomllib.loads(read_small_file(file, FILE_SIZE_MAX).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:

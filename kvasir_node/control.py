@@ -68,6 +68,10 @@ REQUEST_TIMEOUT_S: Final = 10.0
 SEND_TIMEOUT_S: Final = 60.0
 """How long the other end may leave unread what was sent to it, in a pager for instance."""
 
+CONNECT_TIMEOUT_S: Final = 3.0
+"""How long a daemon whose queue of callers is full is tried again."""
+_CONNECT_POLL_S: Final = 0.1
+
 CONNECTIONS_MAX: Final = 32
 """Connections served at one time; one more is refused at once."""
 
@@ -279,19 +283,40 @@ async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]
 
     Raises `NotRunning` when there is none, `DaemonUnreachable` when one holds the home and does not listen.
     """
-    path = locations.control_socket
-    try:
-        stream = await trio.open_unix_socket(str(path))
-    except OSError:
-        if not is_locked(locations.lock_file):
-            raise NotRunning(f"no daemon runs in this home (nobody listens on {path})") from None
-        holder = holder_of(locations.lock_file)
-        raise DaemonUnreachable(
-            f"a daemon runs in this home (process {holder}) and does not listen on {path}: it is starting or "
-            f"stopping, or its socket was removed; then end it with 'kill {holder}' and start it again"
-        ) from None
-    async with stream:
+    async with await _connected(locations) as stream:
         yield LocalConnection(stream)
+
+
+async def _connected(locations: Locations) -> trio.SocketStream:
+    """A stream to the daemon's socket, which may have no room for one more caller for a moment."""
+    path = locations.control_socket
+    ends = trio.current_time() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            stream = await trio.open_unix_socket(str(path))
+        except OSError:
+            if not is_locked(locations.lock_file):
+                raise NotRunning(f"no daemon runs in this home (nobody listens on {path})") from None
+            holder = holder_of(locations.lock_file)
+            raise DaemonUnreachable(
+                f"a daemon runs in this home (process {holder}) and does not listen on {path}: it is "
+                "starting or stopping, or its socket was removed; "
+                f"then end it with 'kill {holder}' and start it again"
+            ) from None
+        try:
+            # Where the queue of callers is full, Linux refuses to wait and trio takes that for connected.
+            stream.socket.getpeername()
+        except OSError:
+            await stream.aclose()
+        else:
+            return stream
+        if trio.current_time() >= ends:
+            holder = holder_of(locations.lock_file)
+            raise DaemonUnreachable(
+                f"a daemon runs in this home (process {holder}) and answers nobody: it is stopped or hangs; "
+                f"'kill -CONT {holder}' continues a stopped one, 'kill -KILL {holder}' ends it"
+            )
+        await trio.sleep(_CONNECT_POLL_S)
 
 
 async def request_status(locations: Locations) -> str:

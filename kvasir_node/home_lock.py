@@ -13,9 +13,13 @@ import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from kvasir_node.durable_file import unwritable
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import AlreadyRunning, ConfigurationInvalid
+
+_FILE_SIZE_MAX: Final = 64
 
 
 class HomeLock:
@@ -88,7 +92,7 @@ def holder_of(path: Path) -> int | None:
     it is held.
     """
     try:
-        text = path.read_text("ascii", "replace").strip()
+        text = read_small_file(path, _FILE_SIZE_MAX).decode("ascii", "replace").strip()
     except OSError:
         return None
     return int(text) if text.isascii() and text.isdigit() else None

@@ -8,6 +8,8 @@ before is kept then. What a slot holds is its core's affair; nothing here decide
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
@@ -15,13 +17,14 @@ from typing import Any, Final, NamedTuple, get_args
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.durable_file import durable_file, unwritable
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.admission import ADMISSION_KEPT, Invite, parse_invite
 from kvasir_proto.codec import decode
 from kvasir_proto.effects import Slot
 from kvasir_proto.election.elector import STORED_PROMISES
 from kvasir_proto.election.knowledge import STORED_ELECTORATES, STORED_FENCE
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
-from kvasir_proto.ids import ModelDigest, is_node_id
+from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest, is_node_id
 from kvasir_proto.limits import ADDRESSES_MAX, INT63_MAX
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.membership import RESERVED_INCARNATIONS
@@ -45,6 +48,8 @@ _INVITE: Final = "invite"
 _BOOTSTRAP: Final = "bootstrap"
 _RECOVERY_KEY: Final = "recovery-key"
 _GENERATION: Final = "engine-generation"
+_OWNER: Final = "slots-owner"
+"""Whose the slots are: a swarm's digest and a node id. What was promised there and so counts nowhere else."""
 _OF_EARLIER_BUILDS: Final = "term-proof"
 """A file that only builds without elections wrote."""
 _SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
@@ -88,6 +93,7 @@ class SwarmFiles:
             )
         self._load_generation()
         self.load_swarm()
+        self._load_owner()
         self.load_invite()
         self.load_bootstrap()
         for slot, data in self.load_slots().items():
@@ -125,7 +131,7 @@ class SwarmFiles:
         Raises `ConfigurationInvalid` like `check_unfounded`.
         """
         self.check_unfounded()
-        recovery_key = Ed25519PrivateKey.generate()
+        recovery_key = self._recovery_key()
         manifest = SwarmManifest(
             model_digest=ModelDigest(model_digest),
             model_name=model_name,
@@ -139,9 +145,18 @@ class SwarmFiles:
             electorate=electorate,
         )
         signed = sign_swarm_manifest(manifest, node_key)
-        self._write(_RECOVERY_KEY, recovery_key.private_bytes_raw())
         self._write(_MANIFEST, signed)
         return KnownSwarm(open_swarm_manifest(signed), signed)
+
+    def _recovery_key(self) -> Ed25519PrivateKey:
+        """A new one, kept; or the one that is here, of a founding that did not end: none is written over."""
+        if not self._exists(_RECOVERY_KEY):
+            self._write(_RECOVERY_KEY, Ed25519PrivateKey.generate().private_bytes_raw())
+        try:
+            return Ed25519PrivateKey.from_private_bytes(self._read(_RECOVERY_KEY))
+        except ValueError:
+            path = self._directory / _RECOVERY_KEY
+            raise ConfigurationInvalid(f"{path} is damaged: it is not a key; move it away") from None
 
     def check_unfounded(self) -> None:
         """Raise `ConfigurationInvalid` unless a swarm can be founded here: a home stays in its swarm."""
@@ -151,6 +166,50 @@ class SwarmFiles:
                 f"this home belongs to swarm {known.swarm.digest.hex()[:12]} already ({self._directory}): "
                 "found another one in another --home"
             )
+        if self.has_slots():
+            raise ConfigurationInvalid(
+                f"{self._directory} has votes and fences of a swarm whose {_MANIFEST} is missing: put back a "
+                "copy of that file, or found another swarm in another --home"
+            )
+
+    def has_slots(self) -> bool:
+        """Whether anything that a core persisted is here."""
+        return any(self._exists(_name_of(slot)) for slot in _SLOTS)
+
+    def claim_slots(self, swarm: SwarmDigest, node_id: NodeId) -> None:
+        """Have the slots belong to this node in this swarm; to be called before they are used.
+
+        Raises `ConfigurationInvalid` where they are another's: a node that took over votes and fences that it
+        never gave would neither keep those promises nor its own.
+        """
+        self.require_owner(swarm, node_id)
+        if self._load_owner() is None:
+            self._write(_OWNER, f"{swarm.hex()} {node_id}\n".encode())
+
+    def require_owner(self, swarm: SwarmDigest, node_id: NodeId | None) -> None:
+        """Raise `ConfigurationInvalid` where the slots are of another swarm, or of another node than this."""
+        owner = self._load_owner()
+        if owner is None:
+            return
+        away = f"or move the files slot-* and {_OWNER} out of {self._directory}"
+        if node_id is not None and owner[1] != node_id:
+            raise ConfigurationInvalid(
+                f"what {self._directory} remembers is node {owner[1]}'s, and the identity of this home is "
+                f"{node_id}: put back the identity, {away} to be a new node"
+            )
+        if owner[0] != swarm:
+            raise ConfigurationInvalid(
+                f"what {self._directory} remembers is of swarm {owner[0].hex()[:12]}, and this is swarm "
+                f"{swarm.hex()[:12]}: use another --home, {away} to forget the other swarm"
+            )
+
+    def _load_owner(self) -> tuple[SwarmDigest, NodeId] | None:
+        if not self._exists(_OWNER):
+            return None
+        digest, _, node_id = self._read(_OWNER).decode("ascii", "replace").strip().partition(" ")
+        if not re.fullmatch("[0-9a-f]{64}", digest) or not is_node_id(node_id):
+            raise ConfigurationInvalid(f"{self._directory / _OWNER} is damaged: put back a copy of it")
+        return SwarmDigest(bytes.fromhex(digest)), NodeId(node_id)
 
     def load_swarm(self) -> KnownSwarm | None:
         """The swarm of this home, or None. Raises `ConfigurationInvalid` when its manifest is damaged."""
@@ -163,7 +222,12 @@ class SwarmFiles:
             raise ConfigurationInvalid(f"{self._directory / _MANIFEST} is damaged: {error}") from error
 
     def save_swarm(self, signed_manifest: bytes) -> None:
-        """Remember the swarm that was joined, so that this home is never taken into another one."""
+        """Remember the swarm that was joined, so that this home is never taken into another one.
+
+        Raises `ConfigurationInvalid` where the slots are another swarm's.
+        """
+        if self._exists(_OWNER):
+            self.require_owner(open_swarm_manifest(signed_manifest).digest, None)
         self._write(_MANIFEST, signed_manifest)
 
     def load_invite(self) -> Invite | None:
@@ -244,13 +308,10 @@ class SwarmFiles:
     def _read(self, name: str) -> bytes:
         path = self._directory / name
         try:
-            with path.open("rb") as file:
-                data = file.read(_FILE_SIZE_MAX + 1)
+            return read_small_file(path, _FILE_SIZE_MAX)
         except OSError as error:
-            raise ConfigurationInvalid(f"{path} cannot be read: {error.strerror or error}") from error
-        if len(data) > _FILE_SIZE_MAX:
-            raise ConfigurationInvalid(f"{path} is damaged: it is larger than {_FILE_SIZE_MAX} bytes")
-        return data
+            what = "is damaged" if error.errno == errno.EFBIG else "cannot be read"
+            raise ConfigurationInvalid(f"{path} {what}: {error.strerror or error}") from error
 
     def _write(self, name: str, data: bytes) -> None:
         path = self._directory / name

@@ -32,6 +32,7 @@ from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.expert_bytes import ExpertSource as ExpertBytes
+from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.native_library import load as load_native_library
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.dispatch import Opening
@@ -208,7 +209,7 @@ class BackboneEngine:
                 raise LocalProtocolError("an engine loads one trunk in its life")
             if message.hooked and message.rpc is not None:
                 raise LocalProtocolError("a hooked trunk has no use for an RPC server")
-            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            manifest = read_manifest(Path(message.manifest_path))
             settings = TrunkSettings(
                 n_ctx=message.n_ctx,
                 n_ubatch=message.n_ubatch,

@@ -18,6 +18,7 @@ import click
 from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.standard_streams import OutputUnwritable, abandon_output, open_standard_streams
+from kvasir_node.command_word import is_daemon
 from kvasir_proto.errors import KvasirError, ProtocolError, UsageError
 from kvasir_proto.limits import as_sentence
 
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), 1)
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", 1)
+        return 0 if is_daemon(sys.argv[1:] if arguments is None else arguments) else _fail("interrupted", 1)
     except OutputUnwritable as error:
         abandon_output()
         return _fail(str(error), error.exit_code)

@@ -13,7 +13,7 @@ from kvasir_node.net.identity import load_identity
 from kvasir_node.swarm_files import SwarmFiles
 from kvasir_proto.codec import decode
 from kvasir_proto.election.knowledge import STORED_FENCE
-from kvasir_proto.errors import ConfigurationInvalid
+from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.term_proof import TERM_PROOF
 
 
@@ -32,18 +32,34 @@ def remembered(locations: Locations) -> dict[str, Any]:
         "damaged": "",
     }
     files = SwarmFiles(locations.state)
-    try:
-        identity = load_identity(locations.identity_file)
-        document["node_id"] = identity.node_id if identity is not None else None
-        known = files.load_swarm()
-        if known is not None:
-            document["swarm"] = known.swarm.digest.hex()
-            document["model_name"] = known.swarm.manifest.model_name
-        stored = files.load_slots().get("fence")
-        data = decode(stored, STORED_FENCE).proof if stored is not None else b""
-        if data:
-            proof = decode(data, TERM_PROOF)
-            document |= {"epoch": proof.epoch, "term": proof.term, "backbone": proof.backbone}
-    except ConfigurationInvalid as error:
-        document["damaged"] = str(error)
+    for read in (_identity, _swarm, _term):
+        try:
+            document |= read(locations, files)
+        except (ConfigurationInvalid, RemoteProtocolError) as error:
+            document["damaged"] = document["damaged"] or str(error)
     return document
+
+
+def _identity(locations: Locations, _files: SwarmFiles) -> dict[str, Any]:
+    identity = load_identity(locations.identity_file)
+    return {} if identity is None else {"node_id": identity.node_id}
+
+
+def _swarm(_locations: Locations, files: SwarmFiles) -> dict[str, Any]:
+    known = files.load_swarm()
+    if known is None:
+        return {}
+    return {"swarm": known.swarm.digest.hex(), "model_name": known.swarm.manifest.model_name}
+
+
+def _term(locations: Locations, files: SwarmFiles) -> dict[str, Any]:
+    files.check_undamaged()
+    identity, known = load_identity(locations.identity_file), files.load_swarm()
+    if identity is not None and known is not None:
+        files.require_owner(known.swarm.digest, identity.node_id)
+    stored = files.load_slots().get("fence")
+    data = decode(stored, STORED_FENCE).proof if stored is not None else b""
+    if not data:
+        return {}
+    proof = decode(data, TERM_PROOF)
+    return {"epoch": proof.epoch, "term": proof.term, "backbone": proof.backbone}

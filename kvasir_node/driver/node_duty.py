@@ -80,6 +80,9 @@ class HomeFiles(Protocol):
     def load_invite(self) -> Invite | None:
         """The invite that was given to this home."""
 
+    def claim_slots(self, swarm: SwarmDigest, node_id: NodeId) -> None:
+        """Have the slots belong to this node in this swarm; raises where they are another's."""
+
     def load_slots(self) -> dict[Slot, bytes]:
         """What the core persisted."""
 
@@ -161,6 +164,7 @@ class NodeDuty:
         known = self._known or await self._enter()
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
+        self._files.claim_slots(known.swarm.digest, self._host.node_id)
         clocks = self._clocks()
         self._said = self._capability()
         core = NodeCore(
@@ -561,11 +565,18 @@ async def _statistics_of(duty: HolderDuty | BackboneDuty) -> Mapping[str, Any] |
     return statistics
 
 
-def check_bootstrap(addresses: tuple[str, ...], node_id: NodeId, has_swarm: bool, has_invite: bool) -> None:
+def check_bootstrap(
+    addresses: tuple[str, ...], node_id: NodeId, *, has_swarm: bool, has_invite: bool, has_slots: bool
+) -> None:
     """Raise `ConfigurationInvalid` where a node has neither a swarm, nor an invite, nor anybody to ask."""
     others = [each for each in addresses if not each.endswith(f"/{node_id}")]
     if addresses and not others and not has_swarm:
         raise ConfigurationInvalid("swarm.bootstrap names this node itself and nobody else")
+    if not others and not has_swarm and not has_invite and has_slots:
+        raise ConfigurationInvalid(
+            "this home was in a swarm and its swarm-manifest is missing: put back a copy of that file, or "
+            "have a member of that swarm give it again with 'kvasir-node run --join ADDRESS'"
+        )
     if not others and not has_swarm and not has_invite:
         raise ConfigurationInvalid(
             "nothing to do: this home is in no swarm. Found one with 'kvasir-node init --found', or enter "

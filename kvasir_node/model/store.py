@@ -26,6 +26,7 @@ from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
 from kvasir_node.model.reference_file import verify_reference_file, write_reference_file
 from kvasir_node.model.verified_files import VerifiedFiles, identity_of
+from kvasir_node.small_file import read_small_file
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
 from kvasir_proto.manifest import MANIFEST_SIZE_BYTES_MAX, ModelManifest, is_expert_name
@@ -395,10 +396,6 @@ def _require_space(directory: Path, needed_bytes: int, what: str) -> None:
 
 def _read_bounded(path: Path, size_bytes_max: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(size_bytes_max + 1)
+        return read_small_file(path, size_bytes_max)
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(data) > size_bytes_max:
-        raise ModelUnusable(f"{path} is damaged: it is larger than {size_bytes_max} bytes")
-    return data

@@ -89,7 +89,7 @@ def load_identity(path: Path) -> NodeIdentity | None:
     finally:
         os.close(descriptor)
     damaged = ConfigurationInvalid(
-        f"the identity {path} is damaged: put back a copy of it, or remove it to become a new node"
+        f"the identity {path} is damaged: put back a copy of it; to become a new node, use another --home"
     )
     if len(data) > _FILE_SIZE_MAX:
         raise damaged

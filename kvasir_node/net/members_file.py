@@ -16,6 +16,7 @@ import trio
 
 from kvasir_node.durable_file import durable_file
 from kvasir_node.net.dialler import address_of
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.ids import NodeId, is_node_id
 
 MEMBERS_MAX: Final = 256
@@ -35,9 +36,7 @@ class MembersFile:
     def load(self) -> dict[NodeId, tuple[str, ...]]:
         """The members of last time, those seen last first."""
         try:
-            with open(self._path, "rb") as file:
-                data = file.read(_FILE_SIZE_MAX + 1)
-            document = json.loads(data) if len(data) <= _FILE_SIZE_MAX else None
+            document = json.loads(read_small_file(self._path, _FILE_SIZE_MAX))
         except FileNotFoundError:
             return {}
         except OSError as error:

@@ -36,13 +36,14 @@ from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.speed import measure_row_ns
 from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import KvasirError, LocalProtocolError, PortInUse, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import as_sentence
-from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     DiallerExpected,
     EngineFault,
@@ -142,7 +143,7 @@ class WorkerEngine:
 
     def _load(self, message: LoadShard) -> None:
         try:
-            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            manifest = read_manifest(Path(message.manifest_path))
             shard = ShardSet.decode(message.shard)
             with ExpertSource(Path(message.source_path), manifest) as source:
                 kernel = make_kernel(
@@ -156,7 +157,7 @@ class WorkerEngine:
 
     def _measure(self, message: MeasureExperts) -> None:
         try:
-            manifest = ModelManifest.decode(Path(message.manifest_path).read_bytes())
+            manifest = read_manifest(Path(message.manifest_path))
             row_ns = measure_row_ns(message.kernel, manifest, message.threads, message.kernel_device)
         except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
             self._channel.send(fault_of(message.request, error, "not_measured"))

@@ -287,6 +287,24 @@ async def test_a_daemon_whose_socket_was_removed_is_told_from_one_that_does_not_
         await request_status(home)
 
 
+async def test_a_daemon_that_takes_no_more_callers_is_told_from_one_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped or hangs: its queue is full, and Linux lets no further caller wait."""
+    monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 0.3)
+    here = home_of(tmp_path / "control.sock")
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listening.bind(str(here.control_socket))
+        listening.listen(1)
+        for _ in range(2):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(here.control_socket))
+        stack.enter_context(HomeLock(here.lock_file))
+        for ask in (request_status(here), request_stop(here, 5.0)):
+            with pytest.raises(DaemonUnreachable, match=f"process {os.getpid()}.*stopped or hangs"):
+                await ask
+
+
 async def test_a_place_where_no_socket_can_be_made_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationInvalid, match=r"control socket .* cannot be made"):
         await ControlServer(tmp_path / "absent" / "control.sock", Daemon()).run()

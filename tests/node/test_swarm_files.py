@@ -66,6 +66,62 @@ def test_every_file_is_readable_by_its_owner_only(
     assert set(names.values()) == {0o600}, names
 
 
+OTHER_SWARM = SwarmDigest(bytes(32))
+OTHER_NODE = node_id_of(bytes(32))
+
+
+def test_slots_are_one_nodes_in_one_swarm(files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    """Whoever took over votes and fences that it never gave would keep neither those promises nor its own."""
+    swarm, node_id = found(files, key).swarm.digest, node_id_of(key.public_key().public_bytes_raw())
+    files.claim_slots(swarm, node_id)
+    files.save_slot("incarnation", KEPT)
+    files.claim_slots(swarm, node_id)
+    files.check_undamaged()
+    with pytest.raises(ConfigurationInvalid, match=f"is node {node_id}'s, and the identity of this home is"):
+        files.claim_slots(swarm, OTHER_NODE)
+    with pytest.raises(ConfigurationInvalid, match="use another --home"):
+        files.claim_slots(OTHER_SWARM, node_id)
+    another = SwarmFiles(tmp_path / "another")
+    signed = another.found(Ed25519PrivateKey.generate(), MODEL_DIGEST, "model").signed_manifest
+    manifest = (tmp_path / "state" / "swarm-manifest").read_bytes()
+    with pytest.raises(ConfigurationInvalid, match=r"move the files slot-\* and slots-owner"):
+        files.save_swarm(signed)
+    assert (tmp_path / "state" / "swarm-manifest").read_bytes() == manifest
+    (tmp_path / "state" / "slots-owner").write_bytes(b"damaged")
+    with pytest.raises(ConfigurationInvalid, match="slots-owner is damaged"):
+        files.check_undamaged()
+
+
+def test_no_swarm_is_founded_over_what_is_left_of_another(
+    files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    founded = found(files, key)
+    files.save_slot("incarnation", KEPT)
+    (tmp_path / "state" / "swarm-manifest").unlink()
+    before = {each.name: each.read_bytes() for each in (tmp_path / "state").iterdir()}
+    with pytest.raises(ConfigurationInvalid, match="swarm-manifest is missing: put back a copy"):
+        found(files, key)
+    assert {each.name: each.read_bytes() for each in (tmp_path / "state").iterdir()} == before
+    files.save_swarm(founded.signed_manifest)
+    assert files.load_swarm() == founded
+
+
+def test_no_recovery_key_is_ever_written_over(
+    files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    found(files, key)
+    recovery_key = files.recovery_key_file.read_bytes()
+    (tmp_path / "state" / "swarm-manifest").unlink()
+    again = found(files, key)
+    assert files.recovery_key_file.read_bytes() == recovery_key
+    public = Ed25519PrivateKey.from_private_bytes(recovery_key).public_key().public_bytes_raw()
+    assert again.swarm.manifest.recovery_public_key == public
+    files.recovery_key_file.write_bytes(b"damaged")
+    (tmp_path / "state" / "swarm-manifest").unlink()
+    with pytest.raises(ConfigurationInvalid, match="recovery-key is damaged"):
+        found(files, key)
+
+
 def test_the_recovery_key_is_another_key_than_the_nodes(files: SwarmFiles, key: Ed25519PrivateKey) -> None:
     founded = found(files, key)
     recovery = Ed25519PrivateKey.from_private_bytes(files.recovery_key_file.read_bytes())

@@ -338,14 +338,15 @@ def test_ctrl_c_while_a_module_is_imported_is_a_sentence(tmp_path: Path, module:
 
 
 @pytest.mark.parametrize("module", ["kvasir_node.cli", "click", "trio", "kvasir_node.app"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("command, status", [("demo", 1), ("run", 0)])
 def test_being_told_to_stop_while_a_module_is_imported_has_the_documented_status(
     tmp_path: Path, module: str, number: signal.Signals, command: str, status: int
 ) -> None:
     code = STOPPED_AT_IMPORT.format(module=module, number=int(number), home=str(tmp_path), command=command)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
-    said = b"" if status == 0 else f"kvasir-node: stopped by {number.name}".encode()
+    how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    said = b"" if status == 0 else f"kvasir-node: {how}".encode()
     assert (done.returncode, done.stderr.strip()) == (status, said)
 
 

@@ -232,6 +232,28 @@ def test_a_home_that_knows_nothing_and_a_damaged_one_are_said_so(tmp_path: Path)
     assert "swarm-manifest is damaged" in outcome.document["damaged"]
 
 
+@pytest.mark.parametrize("name", ["slot-fence", "slot-election", "slots-owner"])
+def test_any_damaged_file_is_named_and_the_rest_is_said(tmp_path: Path, name: str) -> None:
+    node_id, swarm = remember(tmp_path)
+    (tmp_path / "state" / name).write_bytes(b"damaged")
+    outcome = call("status", "--json", home=tmp_path)
+    assert outcome.status == 3
+    document = outcome.document
+    assert (document["node_id"], document["swarm"]) == (node_id, swarm.hex())
+    assert f"{name} is damaged" in document["damaged"]
+
+
+def test_another_identity_than_the_slots_is_said(tmp_path: Path) -> None:
+    node_id, swarm = remember(tmp_path)
+    SwarmFiles(tmp_path / "state").claim_slots(swarm, node_id)
+    (tmp_path / "identity.pem").unlink()
+    other = call("init", "--json", home=tmp_path).document["node_id"]
+    said = call("status", "--json", home=tmp_path).document["damaged"]
+    assert f"is node {node_id}'s, and the identity of this home is {other}" in said
+    outcome = call("run", home=tmp_path)
+    assert (outcome.status, outcome.sentence) == (6, said)
+
+
 def test_check_without_a_daemon_is_3_and_with_a_deaf_one_1(tmp_path: Path) -> None:
     outcome = call("status", "--check", home=tmp_path)
     assert (outcome.status, len(lines_of(outcome))) == (3, 1)

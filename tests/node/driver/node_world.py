@@ -161,6 +161,10 @@ class TwinNode:
         """See `HomeFiles`."""
         return None
 
+    def claim_slots(self, swarm: SwarmDigest, node_id: NodeId) -> None:
+        """See `HomeFiles`."""
+        assert (swarm, node_id) == (self.world.swarm.digest, self.node_id)
+
     def load_slots(self) -> dict[Slot, bytes]:
         """See `HomeFiles`."""
         return dict(self.slots)
