@@ -101,16 +101,20 @@ def _ip_address(value: object) -> str:
         ) from None
 
 
+def is_address(text: str) -> bool:
+    """Whether this is the address of a member, such as /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW..."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and is_node_id(match["node"]) and 0 < int(match["port"]) <= 65535
+
+
 def _addresses(value: object) -> tuple[str, ...]:
     expected = _Refused("a list of addresses such as /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...")
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         raise expected
-    for address in value:
-        match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-        if match is None or not is_node_id(match["node"]) or not 0 < int(match["port"]) <= 65535:
-            raise expected
+    if not all(isinstance(each, str) and is_address(each) for each in value):
+        raise expected
     return tuple(value)
 
 
@@ -335,7 +339,7 @@ def _from_file(file: Path) -> dict[str, object]:
         raise ConfigurationInvalid(f"{file} has a number that is too long") from error
     flat: dict[str, object] = {}
     for name, value in document.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (value or any(each.startswith(f"{name}.") for each in _keys())):
             flat.update({f"{name}.{inner}": inner_value for inner, inner_value in value.items()})
         else:
             flat[name] = value
@@ -350,6 +354,8 @@ def _key_of_variable(variable: str) -> str:
 
 
 def _unknown(name: str, known: Mapping[str, object], where: str) -> ConfigurationInvalid:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    # What all variables begin with makes none of them alike.
+    named = {each.removeprefix(_ENVIRONMENT_PREFIX): each for each in known}
+    close = difflib.get_close_matches(name.removeprefix(_ENVIRONMENT_PREFIX), named, n=1)
+    hint = f"; did you mean {named[close[0]]}?" if close else ""
     return ConfigurationInvalid(f"there is no setting {name} ({where}){hint}")

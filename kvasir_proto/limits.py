@@ -120,7 +120,8 @@ Seed: TypeAlias = Annotated[int, Range(0, UINT64_MAX)]
 ExitCode: TypeAlias = Annotated[int, Range(0, 255)]
 Probability: TypeAlias = Annotated[float, Range(0.0, 1.0)]
 Temperature: TypeAlias = Annotated[float, Range(0.0, 100.0)]
-TopK: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
+TOP_K_MAX: Final = (1 << 31) - 1
+TopK: TypeAlias = Annotated[int, Range(0, TOP_K_MAX)]
 
 # --- bytes --------------------------------------------------------------------------------------------------
 Digest: TypeAlias = Annotated[bytes, Length(32, 32)]

@@ -789,9 +789,7 @@ class NodeCore:
             case SelfConflicted():
                 self._note_conflict(event.reason, now)
             case IdentityContested():
-                reason = (
-                    "a record of another process has this node's identity: is its home a copy of this one?"
-                )
+                reason = "a record with this node's identity is another's: is its home a copy of this one?"
                 self._note_conflict(reason, now)
             case ClockSuspected(offset):
                 self._clock_offset = offset

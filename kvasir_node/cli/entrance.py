@@ -16,6 +16,7 @@ from typing import Final
 import click
 
 from kvasir_node.cli.parameters import NonEmptyText
+from kvasir_node.config import is_address
 from kvasir_node.swarm_files import SwarmFiles
 from kvasir_proto.admission import INVITE, INVITE_PREFIX, parse_invite
 from kvasir_proto.capability import has_expired
@@ -39,16 +40,17 @@ class Entrance:
 
 
 def entrance_of(text: str | None) -> Entrance:
-    """What ``--join`` was given. Raises `UsageError` for an invite that nobody could use.
-
-    An address is not judged here but as a value of `swarm.bootstrap`.
-    """
+    """What ``--join`` was given. Raises `UsageError` for an invite or address that nobody could use."""
     if text is None:
         return Entrance()
     if text == "-":
         text = sys.stdin.read(4 * INVITE.size_bytes_max)
     text = text.strip()
     if text.startswith("/"):
+        if not is_address(text):
+            raise UsageError(
+                f"--join: {text} is no address of a member, such as /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW..."
+            )
         return Entrance(address=text)
     if not text.startswith(INVITE_PREFIX.partition("-")[0]):
         raise UsageError(

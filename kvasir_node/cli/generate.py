@@ -16,6 +16,7 @@ from kvasir_node.cli.session import CommandSession
 from kvasir_node.control import collect_text, connect_daemon
 from kvasir_proto.codec import encode
 from kvasir_proto.errors import LocalProtocolError, UsageError, error_of_session
+from kvasir_proto.limits import TOP_K_MAX
 from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.sampling import Sampling
 
@@ -53,7 +54,7 @@ _DEFAULT: Final = Sampling()
 @click.option("--token-ids", help="The prompt as token ids, comma-separated, instead of text.")
 @click.option("--tokens", "n_tokens", type=click.IntRange(1, 262_144), default=128)
 @click.option("--temperature", type=NumberRange(0, 100), default=_DEFAULT.temperature, help="0: greedy.")
-@click.option("--top-k", type=click.IntRange(0), default=_DEFAULT.top_k, help="0 switches it off.")
+@click.option("--top-k", type=click.IntRange(0, TOP_K_MAX), default=_DEFAULT.top_k, help="0 switches it off.")
 @click.option("--top-p", type=NumberRange(0, 1), default=_DEFAULT.top_p, help="1 switches it off.")
 @click.option("--min-p", type=NumberRange(0, 1), default=_DEFAULT.min_p, help="0 switches it off.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Same seed, same text. Default: random.")

@@ -126,6 +126,8 @@ def test_a_variable_sets_every_key(tmp_path: Path) -> None:
         ("model = 3", ["model"]),
         ("[log]\nlevle = 'info'", ["log.levle", "did you mean log.level?"]),
         ("nonsense = 1", ["nonsense"]),
+        ("[nonsense]", ["nonsense"]),
+        ("[node.ranks]", ["node.ranks"]),
         ("[log.level]\ndeep = 1", ["log.level"]),
         ("log = 1", ["log"]),
         ("= what", ["TOML", "line 1"]),
@@ -143,6 +145,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, names: list
 def test_an_unknown_variable_is_an_error() -> None:
     with pytest.raises(ConfigurationInvalid, match=r"KVASIR_LOG_LEVLE.*did you mean KVASIR_LOG_LEVEL\?"):
         load_configuration(Path("none"), {"KVASIR_LOG_LEVLE": "info"})
+
+
+def test_what_all_variables_begin_with_is_no_likeness() -> None:
+    with pytest.raises(ConfigurationInvalid, match=r"KVASIR_FOO \(environment\)$"):
+        load_configuration(Path("none"), {"KVASIR_FOO": "1"})
 
 
 def test_the_variable_that_names_the_home_is_not_a_key() -> None:

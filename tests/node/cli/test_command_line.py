@@ -148,6 +148,23 @@ def test_a_model_whose_path_is_no_utf8_is_refused(tmp_path: Path) -> None:
     assert "its path is not valid UTF-8" in outcome.sentence
 
 
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("generate", "text", "--top-k", str(10**20)), "--top-k"),
+        (("run", "--join", f"/ip4/127.0.0.1/tcp/99999/p2p/{node_id_of(bytes(32))}"), "--join"),
+        (("init", "--join", "/ip4/127.0.0.1/tcp/1"), "--join"),
+    ],
+)
+def test_a_wrong_value_is_blamed_on_the_flag_that_had_it(
+    tmp_path: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    outcome = call(*arguments, home=tmp_path / "home")
+    assert outcome.status == 2
+    assert named in outcome.err
+    assert not (tmp_path / "home").exists()
+
+
 @pytest.mark.parametrize("command", ["status", "generate text", "stop"])
 def test_without_a_daemon_the_status_is_3(tmp_path: Path, command: str) -> None:
     outcome = call(*command.split(), home=tmp_path)
