@@ -140,11 +140,14 @@ def classify(figures: ProbeFigures) -> Classification:
         reason = "some results are not finite"
     elif not short:
         accumulator, accumulation = "F64" if _keeps_more_than_f32(figures) else "F32", _word("F32")
-        is_asked = max(each.bits_asked for each in pairs) >= F32_BITS
-        least = _CONTRADICTION_BITS if is_asked else _EFFECTIVE_BITS_MIN
+        most = max(each.bits_asked for each in pairs)
+        least = _CONTRADICTION_BITS if most >= F32_BITS else _EFFECTIVE_BITS_MIN
         if figures.weights_kept == 1.0 and figures.effective_bits < least:
             accumulator, accumulation = "UNKNOWN", _word("UNKNOWN")
             reason = f"pairs are kept, but sums of random rows to {figures.effective_bits:.1f} bits only"
+        elif figures.weights_kept < 1.0 and most < F32_BITS:
+            accumulator, accumulation = f"{most}-bit or more", _word("MIXED")
+            reason = "terms and weights lose bits before they are added up"
     elif whole:
         accumulator, accumulation = f"MIXED {_name(bits, figures)}/F32", _word("MIXED")
         short_offsets = tuple(sorted({each.offset for each in short}))
@@ -212,7 +215,9 @@ def _word(accumulation: Accumulation) -> Accumulation:
 
 
 def _rounding_of(figures: ProbeFigures, bits: int, short: tuple[PairFigure, ...]) -> str:
-    """How the shortest sums are rounded."""
+    """How the shortest sums are rounded, where terms so small could be asked about."""
+    if not short and max((each.bits_asked for each in figures.pairs), default=0) < F32_BITS:
+        return ""
     offsets = {each.offset for each in short if each.bits == bits}
     quotients = {
         each.quotient

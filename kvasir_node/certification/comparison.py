@@ -23,12 +23,9 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _BLOCKS: Final = {"Q8_0": 32, "Q8_K": 256}
-_NEAR_A_TIE: Final = 5e-3
-"""How far a hidden value may be from the middle between two that it can be rounded to, in their distance, and
-still fall either way: sums in another order move it by some 5e-7, of up to 2048 such distances."""
-
 _NEAR_A_STEP: Final = 1e-5
-"""The same of a block's step between two F16 numbers, relative to the step."""
+"""How far a block's step may be from the middle between two F16 numbers and still fall either way, relative
+to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +132,20 @@ def _is_of_flips(
 
 def _possible_flips(hidden: Float32Array, activation: str, down: Float64Array) -> Float64Array:
     """What each flip that could happen would add to the output, up to its sign: [n_embd, flips]."""
+    # Sums in another order move a value by so much of its own size, and where terms cancel of the others'.
+    rms = math.sqrt(float(np.mean(hidden.astype(np.float64) ** 2)))
+    errors = row_gate(*down.shape) * (np.abs(hidden) + rms)
     if activation in ("F16", "BF16"):
         bits = 11 if activation == "F16" else 8
         exponents = np.frexp(hidden.astype(np.float64))[1] - bits
         gaps = np.exp2(np.maximum(exponents, -24) if activation == "F16" else exponents)
-        near = _is_near_a_tie(hidden / gaps)
+        near = _is_near_a_tie(hidden / gaps, errors / gaps)
         return np.asarray(down[:, near] * gaps[near])
     width = _BLOCKS[activation]
     blocks = hidden.reshape(-1, width)
     steps, quants = _steps_of(blocks, activation)
-    near = _is_near_a_tie(quants).reshape(-1)
+    with np.errstate(all="ignore"):
+        near = _is_near_a_tie(quants, errors.reshape(-1, width) / steps[:, None]).reshape(-1)
     flips: Float64Array = down[:, near] * np.repeat(steps, width)[near]
     if activation != "Q8_0":
         return flips
@@ -160,9 +161,9 @@ def _possible_flips(hidden: Float32Array, activation: str, down: Float64Array) -
     return np.concatenate([flips, *moved], axis=1)
 
 
-def _is_near_a_tie(values: Float64Array) -> npt.NDArray[np.bool_]:
-    """Whether numbers, in units of what they are rounded to, are nearly between two of them."""
-    return np.abs(values - np.floor(values) - 0.5) < _NEAR_A_TIE
+def _is_near_a_tie(values: Float64Array, errors: Float64Array) -> npt.NDArray[np.bool_]:
+    """Whether numbers are nearly between two whole ones, all in units of what they are rounded to."""
+    return np.abs(values - np.floor(values) - 0.5) < errors
 
 
 def _steps_of(blocks: Float32Array, activation: str) -> tuple[Float64Array, Float64Array]:

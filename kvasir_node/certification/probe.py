@@ -210,6 +210,7 @@ class _Questions:
         self._place_columns()
         self._ask_pairs()
         self._ask_block_pairs()
+        self._ask_terms()
         self._ask_cancellations()
         self._ask_roundings()
         self._ask_ranges()
@@ -310,6 +311,22 @@ class _Questions:
                     asked.append((offset, exponent))
         self._block_pairs = self._add_exact(values, asked)
 
+    def _ask_terms(self) -> None:
+        """Each term of a pair alone: what does not come through alone was not lost in a sum."""
+        other = next(iter(self._partners.values()))
+        weights = {"large": set[float](), "small": set[float]()}
+        for asked in (self._pairs, self._block_pairs):
+            for values in asked.values:
+                large = float(values[self._first])
+                weights["large"].add(large)
+                weights["small"].add(float(values.sum()) - large)
+        self._alone = {
+            (column, weight): self._add_exact([self._weights_at((column, weight))], [(0, 0)]).rows
+            for column, kind in ((self._first, "large"), (other, "small"))
+            for weight in sorted(weights[kind])
+        }
+        self._other = other
+
     def _ask_cancellations(self) -> None:
         """1 + 2^-k - 1, the three in many places."""
         values, asked = [], []
@@ -396,10 +413,22 @@ class _Questions:
     # --- what answers show ------------------------------------------------------------------------------
 
     def _kept(self, answers: _Answers, row: int, asked: _Asked) -> dict[tuple[int, int], bool]:
-        """Of each (offset, exponent) that was asked with this row: whether the answer was exact."""
-        found = answers.of(row, asked.rows)
-        expected = asked.values @ self._row_parts[row][0].astype(np.float64)
-        return dict(zip(asked.of, (found == expected).all(axis=0).tolist(), strict=True))
+        """Of each (offset, exponent) that was asked with this row: whether the answer was exact. Pairs with a
+        term that does not even come through alone were not asked anything.
+        """
+        x = self._row_parts[row][0].astype(np.float64)
+        comes_through = {
+            (column, weight): bool((answers.of(row, rows) == weight * x[column]).all())
+            for (column, weight), rows in self._alone.items()
+        }
+        exact = (answers.of(row, asked.rows) == asked.values @ x).all(axis=0)
+        kept = {}
+        for key, values, is_exact in zip(asked.of, asked.values, exact.tolist(), strict=True):
+            large = float(values[self._first])
+            small = float(values.sum()) - large
+            if comes_through[self._first, large] and comes_through[self._other, small]:
+                kept[key] = is_exact
+        return kept
 
     def _cancellation_figures(self, answers: _Answers) -> tuple[CancellationFigure, ...]:
         found = answers.of(self._base, self._cancellations.rows)

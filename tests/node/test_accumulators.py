@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_node.kernels.accumulators import BF16, F16, F16_SUMS, F32, Accumulator, rounded
+from kvasir_node.kernels.accumulators import BF16, E4M3, F16, F16_SUMS, F32, TF32, Accumulator, rounded
 from kvasir_node.kernels.activation_formats import as_bf16
 
 FLOATS = st.floats(allow_nan=False, width=64)
@@ -75,3 +75,54 @@ def test_factors_and_results_are_rounded_where_asked() -> None:
 
 def test_what_is_too_large_for_f16_is_infinite() -> None:
     assert np.isinf(F16_SUMS.add_up(np.full((1, 64), 64.0), np.full((1, 64), 64.0))).all()
+
+
+def test_lanes_may_be_added_up_as_a_tree() -> None:
+    a, weight = factors()
+    found = Accumulator(F16, lanes=6, pairwise=True).add_up(a, weight)
+    for row in range(3):
+        for out in range(5):
+            lanes = [np.float16(0)] * 6
+            for column in range(44):
+                product = a[row, column] * weight[out, column]
+                lanes[column % 6] = np.float16(float(lanes[column % 6]) + product)
+            twos = [np.float16(float(lanes[i]) + float(lanes[i + 1])) for i in (0, 2, 4)]
+            fours = [np.float16(float(twos[0]) + float(twos[1])), twos[2]]
+            assert found[row, out] == np.float16(float(fours[0]) + float(fours[1]))
+
+
+def test_compensated_sums_keep_what_rounding_takes() -> None:
+    ones, tenths = np.ones((1, 4000)), np.full((1, 4000), 0.1)
+    plain = Accumulator(F16).add_up(ones, tenths)[0, 0]
+    compensated = Accumulator(F16, compensated=True).add_up(ones, tenths)[0, 0]
+    assert plain == 256, "half a last bit of 256 is more than a tenth"
+    assert compensated == pytest.approx(400, abs=0.5)
+
+
+def test_bits_are_cut_off_after_so_many_columns_and_at_the_end() -> None:
+    a, weight = factors()
+    found = Accumulator(F32, cut_columns=16).add_up(np.abs(a), np.abs(weight))
+    for row in range(3):
+        for out in range(5):
+            total = 0.0
+            for column in range(44):
+                total = float(np.float32(total + abs(a[row, column] * weight[out, column])))
+                if column % 16 == 15 or column == 43:
+                    total = float(
+                        np.frombuffer((np.array(total, np.float32).view(np.uint32) & 0xFFFF0000), np.float32)[
+                            0
+                        ]
+                    )
+            assert found[row, out] == total
+
+
+@given(st.floats(-440, 440))
+def test_eight_bit_floats_are_the_nearest_of_their_kind(value: float) -> None:
+    kinds = [m * 2.0**e for e in range(-9, 6) for m in range(8, 16)] + [m * 2.0**-9 for m in range(8)]
+    nearest = min(abs(abs(value) - each) for each in kinds)
+    assert abs(rounded(np.array([value]), E4M3)[0] - value) == nearest
+
+
+def test_what_is_too_large_for_eight_bits_is_the_largest() -> None:
+    assert rounded(np.array([1e4, -460.0, 448.0]), E4M3).tolist() == [448, -448, 448]
+    assert rounded(np.array([2.0**20, 1 + 2.0**-10, 1 + 2.0**-12]), TF32).tolist() == [2**20, 1 + 2.0**-10, 1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel
-from kvasir_node.kernels.accumulators import BF16, F16, F16_SUMS, F32, Accumulator
+from kvasir_node.kernels.accumulators import BF16, E4M3, F16, F16_SUMS, F32, TF32, Accumulator, FloatFormat
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 
 NARROW: Final = ExpertShape(256, 256)
@@ -76,3 +76,30 @@ TABLE: Final[dict[str, Emulated]] = {
     ),
 }
 """What the probe was made with: the cases of the research it comes from."""
+
+FOURTEEN_BITS: Final = FloatFormat(14, -126, F32.largest)
+
+HELD_OUT: Final[dict[str, Emulated]] = {
+    "f16-32-lanes-pairwise": Emulated(
+        adding(Accumulator(F16, lanes=32, pairwise=True), "f16"), "F16", "F16", "F16", "F16"
+    ),
+    "f32-cut-to-bf16-every-64": Emulated(
+        adding(Accumulator(F32, cut_columns=64, cut=BF16), "f32"), "BF16", "BF16", "BF16"
+    ),
+    "f32-cut-to-14-bits-every-64": Emulated(
+        adding(Accumulator(F32, cut_columns=64, cut=FOURTEEN_BITS), "f32"), "14-bit", "MIXED", "UNKNOWN"
+    ),
+    "tf32-factors-f32": Emulated(
+        adding(Accumulator(F32, lanes=16, factors=TF32), "f32"), "F32", "F32", "TF32"
+    ),
+    "fp8-factors-f32": Emulated(
+        adding(Accumulator(F32, lanes=16, factors=E4M3), "f32"), "19-bit or more", "MIXED", "UNKNOWN"
+    ),
+    "f16-kahan": Emulated(adding(Accumulator(F16, compensated=True), "f16"), "F16", "F16", "F16", "F16"),
+    "f16-16-lanes-kahan": Emulated(
+        adding(Accumulator(F16, lanes=16, compensated=True), "f16"), "F16", "F16", "F16", "F16"
+    ),
+}
+"""What the probe was not made with: written after it and first asked when it was finished, with what it says
+of them (docs/reference/equivalence.md tells what it said the first time).
+"""

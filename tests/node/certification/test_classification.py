@@ -78,6 +78,7 @@ SHARED = replace(F32, activation_block=32, activation_bits=1)
         # Where nothing could be asked for 24 bits, sums of noise must show them.
         (replace(F32, pairs=pairs(15, 1, 32, asked=15), effective_bits=21.0), "F32", "F32"),
         (replace(F32, pairs=pairs(15, 1, 32, asked=15), effective_bits=17.0), "UNKNOWN", "UNKNOWN"),
+        (replace(F32, pairs=pairs(19, 1, 32, asked=19), weights_kept=0.0), "19-bit or more", "MIXED"),
         # Where rows keep their values, more was asked within a block than weights alone could.
         (replace(F32, block_pairs=pairs(11, 1, asked=16)), "MIXED 11-bit/F32", "MIXED"),
         (replace(F16, pairs=pairs(11, 32) + pairs(10, 1, asked=10), block_pairs=pairs(16, 1, asked=16)),
@@ -93,7 +94,7 @@ SHARED = replace(F32, activation_block=32, activation_bits=1)
 def test_sums(figures: ProbeFigures, accumulator: str, word: str) -> None:
     found = classify(figures)
     assert (found.accumulator, found.accumulation) == (accumulator, word)
-    assert (found.accumulation == "UNKNOWN") == bool(found.reason)
+    assert bool(found.reason) == (accumulator in ("UNKNOWN", "19-bit or more"))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,7 @@ def test_activations(figures: ProbeFigures, activation: str) -> None:
         (replace(F16, roundings=(RoundingFigure(1, 11, 0.0), RoundingFigure(8, 11, 1.0))), ""),
         (replace(F16, roundings=(RoundingFigure(2, 11, 0.0),)), ""),
         (replace(F16, roundings=()), ""),
+        (replace(F32, pairs=pairs(19, asked=19), roundings=(RoundingFigure(1, 24, 0.0),)), ""),
     ],
 )
 def test_rounding_is_that_of_the_shortest_sums(figures: ProbeFigures, rounding: str) -> None:

@@ -131,6 +131,23 @@ def test_a_value_that_was_not_near_a_tie_cannot_have_flipped(type_name: str) -> 
     assert not judged.is_honest
 
 
+@pytest.mark.parametrize("type_name", ["f16", "bf16"])
+def test_a_value_that_is_small_because_terms_cancelled_may_be_off_by_more_of_itself(type_name: str) -> None:
+    """The last bits of its terms decide, and they are as large as those of any other value."""
+    expert = Expert(type_name, 1)
+    rms = float(np.sqrt(np.mean(expert.hidden**2)))
+    bits = {"f16": 11, "bf16": 8}[type_name]
+    gap = 2.0 ** (np.frexp(rms / 32)[1] - bits)
+    expert.hidden[0, 5] = (2**bits - 1.5) * gap + 1e-6 * rms
+    found = expert.expected + (gap * expert.down[:, 5])[None]
+    # One such flip is little; three of a kind are more than sums explain.
+    for column in (6, 7):
+        expert.hidden[0, column] = expert.hidden[0, 5]
+        found += (gap * expert.down[:, column])[None]
+    judged = expert.judged(found)
+    assert (judged.same, judged.flipped, judged.foreign) == (0, 1, 0)
+
+
 @pytest.mark.parametrize("type_name", FORMATS)
 def test_faults_are_no_flips(type_name: str) -> None:
     expert = Expert(type_name, 40)

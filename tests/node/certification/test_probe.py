@@ -14,7 +14,7 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.errors import LocalProtocolError
 from kvasir_proto.manifest import ModelManifest, ShardSet
-from tests.node.certification.emulated_kernels import TABLE, Emulated
+from tests.node.certification.emulated_kernels import HELD_OUT, NARROW, TABLE, Emulated
 
 SHAPE = ExpertShape(512, 1024)
 IN_QUANTISED_TYPES = ("f64", "f32-16-lanes", "f16-16-lanes", "bf16-16-lanes", "f16-blocks-of-32")
@@ -35,7 +35,18 @@ def test_every_emulated_kernel_is_called_what_it_is(name: str, type_name: str) -
         require_class(each, expected, type_name)
 
 
-def require_class(found: ProductFigures, expected: Emulated, type_name: str = "") -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_kernels_that_the_probe_was_not_made_with(name: str) -> None:
+    for each in probe_kernel(HELD_OUT[name].make, "f32", NARROW, (32,), seed=4):
+        answer = classify(each.figures)
+        assert answer.rounding == ("toward zero" if "cut" in name else "" if "fp8" in name else "nearest")
+        require_class(each, HELD_OUT[name], rounding=answer.rounding)
+
+
+def require_class(
+    found: ProductFigures, expected: Emulated, type_name: str = "", rounding: str = "nearest"
+) -> None:
     answer = classify(found.figures)
     if expected.accumulator == "F64" and type_name == "q4_K":
         # Two or four blocks of Q4_K have too few places for terms that cancel.
@@ -46,7 +57,7 @@ def require_class(found: ProductFigures, expected: Emulated, type_name: str = ""
         expected.activation,
         expected.range,
     )
-    assert answer.rounding in ("nearest", "")
+    assert answer.rounding in (rounding, "")
     assert found.figures.repeatable
 
 
