@@ -30,8 +30,10 @@ from kvasir_node.certification.synthetic_model import (
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.capability import BATCH_CLASSES, KernelClass, worst_accumulation
+from kvasir_proto.errors import EngineFailed
 from kvasir_proto.limits import Accumulation
 from kvasir_proto.program import ExpertProgram, GluKind, ProgramStep, StepOp
+from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
 from kvasir_proto.tolerance import POOLED_ROWS_MIN, EquivalenceClass, gate_of, has_flips
 
 BROKEN_REL_L2: Final = 0.1
@@ -167,13 +169,17 @@ def certify_kernel(
 ) -> Certification:
     """Measure a kernel with weights of a model's types, by ggml's names, and of others, in its shapes.
 
-    Types of the model that cannot be crafted, or not in this shape, are named in the result; such others are
-    left out. The same seed asks the same questions. Raises whatever the kernel raises.
+    Types of the model that cannot be crafted, or not in this shape, are named in the result; others that
+    cannot, or that the kernel does not compute with, are left out. Without model types all that is measured
+    counts. The same seed asks the same questions. Raises whatever the kernel raises.
     """
     classes: list[CertifiedClass] = []
     backend = ""
     for weight_type in dict.fromkeys((*model_types, *other_types)):
         if not is_probed(weight_type, shape):
+            continue
+        if weight_type not in model_types and not _computes(make, weight_type, shape):
+            say(f"{weight_type}: this kernel does not compute with it")
             continue
         products: dict[int, list[ProductFigures]] = {each: [] for each in batch_classes}
         for product in probe_kernel(make, weight_type, shape, batch_classes, seed):
@@ -193,7 +199,18 @@ def certify_kernel(
         finally:
             whole.close()
     not_probed = tuple(each for each in model_types if not is_probed(each, shape))
-    return Certification(backend, shape, tuple(model_types), tuple(classes), not_probed)
+    counted = tuple(model_types) or tuple(dict.fromkeys(each.weight_type for each in classes))
+    return Certification(backend, shape, counted, tuple(classes), not_probed)
+
+
+def _computes(make: MakeKernel, weight_type: str, shape: ExpertShape) -> bool:
+    """Whether a kernel loads weights of this type at all."""
+    data = np.zeros((1, shape.n_embd, TENSOR_TYPES_BY_NAME[weight_type].row_size_bytes(shape.n_ff)), np.uint8)
+    try:
+        SyntheticExperts(shape, weight_type, {"down": data}).load(make).close()
+    except EngineFailed:
+        return False
+    return True
 
 
 def fit_of(classes: tuple[CertifiedClass, ...], not_probed: tuple[str, ...]) -> Fit:

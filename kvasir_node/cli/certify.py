@@ -42,6 +42,7 @@ _SHAPE: Final = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 @click.option(
     "--kernel", type=click.Choice(get_args(Kernel)), help="What is certified. Default: this home's kernel."
 )
+@click.option("--kernel-device", type=NonEmptyText(), help="OpenCL device: part of its name, or its number.")
 @click.option("--threads", type=click.IntRange(1, 256), help="Threads that compute. Default: this home's.")
 @click.option(
     "--weight-types",
@@ -58,6 +59,7 @@ def certify(
     model: str | None,
     shape: str | None,
     kernel: str | None,
+    kernel_device: str | None,
     threads: int | None,
     weight_types: str | None,
     batch_classes: str | None,
@@ -76,15 +78,16 @@ def certify(
         int(each) for each in _chosen(batch_classes, tuple(map(str, BATCH_CLASSES)), "--batch-classes")
     )
     if shape is not None:
-        widths, model_types = _shape_of(shape), types
+        widths, model_types = _shape_of(shape), () if weight_types is None else types
     else:
         manifest = _manifest_of(session.locations, model)
         widths, model_types = _widths_of(manifest), _types_of(manifest)
     name = cast("Kernel", kernel or configuration.engine_kernel)
+    device = kernel_device or configuration.engine_kernel_device
     n_thread = threads or configuration.engine_threads
     started = time.monotonic()
     certification = certify_kernel(
-        lambda manifest, shard, read: make_kernel(name, manifest, shard, read, n_thread),
+        lambda manifest, shard, read: make_kernel(name, manifest, shard, read, n_thread, device),
         widths,
         model_types,
         other_types=types,

@@ -14,6 +14,7 @@ from kvasir_node.kernels.accumulators import F16, F32, Accumulator
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_proto.capability import KernelClass
+from kvasir_proto.errors import EngineFailed
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from tests.node.certification.emulated_kernels import adding
 
@@ -178,6 +179,25 @@ def test_other_types_than_the_models_decide_nothing() -> None:
     assert not by_type["f32"].passed
     assert found.fit.output
     assert replace(found, model_types=("f32",)).fit.output is False
+
+
+def test_a_type_that_the_kernel_does_not_compute_with_is_left_out_unless_it_is_the_models() -> None:
+    def no_bf16(manifest: ModelManifest, shard: ShardSet, read: Read) -> GgmlCpuKernel:
+        if any(each.type.name == "bf16" for each in manifest.tensors):
+            raise EngineFailed("this kernel does not compute with bf16")
+        return ggml(manifest, shard, read)
+
+    said: list[str] = []
+    shape = ExpertShape(64, 64)
+    found = certify_kernel(
+        no_bf16, shape, [], other_types=["bf16", "f16"], batch_classes=(8,), say=said.append
+    )
+    assert [each.weight_type for each in found.classes] == ["f16"]
+    assert found.model_types == ("f16",)
+    assert found.fit.output
+    assert said[0] == "bf16: this kernel does not compute with it"
+    with pytest.raises(EngineFailed):
+        certify_kernel(no_bf16, shape, ["bf16"], batch_classes=(8,))
 
 
 @pytest.mark.parametrize("name", ["ggml-cpu", "emulated-f16"])
