@@ -141,10 +141,13 @@ def test_the_text_stays_right_until_the_backbone_serves_alone_and_f16_never_serv
         ranks = [tuple(each["ranks"]) for each in document["members"] if each["accumulation"] == "F16"]
         ranks_seen.update(ranks)
         n_output = swarm.n_pairs // 6
-        return ranks == [("bulk",)] * 2 and document["plan"]["coverage"]["by_backbone"] == n_output
+        # First they hold what the backbone holds too, then it gives that up.
+        has_given_up = document["ranks"] == ["backbone", "output"]
+        is_left = document["plan"]["coverage"]["by_backbone"] == n_output
+        return ranks == [("bulk",)] * 2 and has_given_up and is_left
 
     swarm.backbone.wait(have_bulk, "that F16 workers hold all bulk experts")
-    assert swarm.wait_serving(len(f16), "degraded")["ranks"] == ["backbone", "output"]
+    swarm.wait_serving(len(f16), "degraded")
     tokens = [*PROMPT, *uninterrupted]
     comparison = compare_logits(open_logits(exact), open_logits(swarm.logits(uninterrupted, "f16")), tokens)
     assert swarm.wait_serving(len(f16), "degraded")["experts_missing_total"] == 0
