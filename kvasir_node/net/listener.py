@@ -4,7 +4,9 @@ libp2p 0.8.1 opens its listening sockets with SO_REUSEPORT, so a second node on 
 an error and takes half of the first one's callers; and it holds a place among its inbound connections until
 the host stops, not until the connection ends, so that a node that has ever accepted `max_connections`
 callers accepts no more. Both are silent. So the socket is opened here, before libp2p runs, where a port in
-use is an error with a sentence, and each accepted connection is counted while it lives.
+use is an error with a sentence, and each accepted connection is counted while it lives. A handshake costs us
+milliseconds and a caller that breaks it off next to nothing: an address whose callers do so too often is
+closed on without one, for a time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import structlog
 import trio
@@ -23,9 +26,15 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 from multiaddr.utils import get_thin_waist_addresses
 
+from kvasir_node.net.token_bucket import TokenBucket
 from kvasir_proto.errors import ConfigurationInvalid, PortInUse
 
 _BACKLOG = 128
+BROKEN_OFF_PER_S: Final = 2.0
+BROKEN_OFF_BURST: Final = 32.0
+"""How often callers of one address may break off their handshake: many nodes may share an address."""
+ADDRESSES_MAX: Final = 1024
+"""Addresses whose broken off handshakes are counted; the one that began longest ago is forgotten first."""
 log = structlog.get_logger(__name__)
 
 Admit = Callable[[RawConnection], Awaitable[None]]
@@ -90,11 +99,36 @@ class BoundTcp(TCP):
         return self._listener
 
 
+class Callers:
+    """Who may try a handshake, by where it calls from. Times are seconds on a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, TokenBucket] = {}
+        self._refused_until_s: dict[str, float] = {}
+
+    def may_call(self, address: str, now_s: float) -> bool:
+        """Whether a caller from there is worth a handshake now."""
+        return now_s >= self._refused_until_s.get(address, now_s)
+
+    def note_broken_off(self, address: str, now_s: float) -> None:
+        """One from there broke its handshake off."""
+        if address not in self._buckets:
+            if len(self._buckets) >= ADDRESSES_MAX:
+                oldest = next(iter(self._buckets))
+                del self._buckets[oldest]
+                self._refused_until_s.pop(oldest, None)
+            self._buckets[address] = TokenBucket(BROKEN_OFF_PER_S, BROKEN_OFF_BURST, now_s)
+        wait_s = self._buckets[address].take(now_s)
+        if wait_s > 0.0:
+            self._refused_until_s[address] = now_s + wait_s
+
+
 class _BoundListener(IListener):
     def __init__(self, listener: trio.SocketListener, admit: Admit, connections_max: int) -> None:
         self._listener = listener
         self._admit = admit
         self._places = trio.CapacityLimiter(connections_max)
+        self._callers = Callers()
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         self._started = False
@@ -116,6 +150,10 @@ class _BoundListener(IListener):
     async def _accept(self, stream: trio.SocketStream) -> None:
         """Serve one connection; trio closes it when this returns. Nothing a stranger sends may raise here."""
         place = object()
+        address = _address_of(stream)
+        if not self._callers.may_call(address, trio.current_time()):
+            log.info("connection_refused", address=address, reason="too many handshakes were broken off")
+            return
         try:
             self._places.acquire_on_behalf_of_nowait(place)
         except trio.WouldBlock:
@@ -124,6 +162,7 @@ class _BoundListener(IListener):
         try:
             await self._admit(RawConnection(TrioTCPStream(stream), False))
         except Exception as error:  # whatever libp2p raises about what a stranger sent
+            self._callers.note_broken_off(address, trio.current_time())
             log.debug("connection_refused", reason=f"{type(error).__name__}: {error}")
         finally:
             self._places.release_on_behalf_of(place)
@@ -138,3 +177,11 @@ class _BoundListener(IListener):
         if self._started:
             await self._ended.wait()
         await self._listener.aclose()
+
+
+def _address_of(stream: trio.SocketStream) -> str:
+    """The other end's IP address; empty where it has gone already."""
+    try:
+        return str(stream.socket.getpeername()[0])
+    except OSError:
+        return ""

@@ -254,8 +254,9 @@ def test_stopping_with_a_stopped_engine_takes_bounded_time(swarm: Swarm) -> None
 
 def test_a_port_in_use_exits_5_and_a_home_in_use_exits_4(swarm: Swarm, tmp_path: Path) -> None:
     port = swarm.founder.arguments[-1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{(swarm.founder.status() or {})['node_id']}"
     taken = subprocess.run(
-        kvasir("--home", str(tmp_path), "run", "--listen-port", port),
+        kvasir("--home", str(tmp_path), "run", "--listen-port", port, "--bootstrap", address),
         check=False,
         capture_output=True,
         timeout=PATIENCE_S,
