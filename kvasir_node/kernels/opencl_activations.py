@@ -20,7 +20,7 @@ from kvasir_node.kernels.activation_formats import ACTIVATION_ROUNDINGS
 from kvasir_node.kernels.opencl_queue import Buffer, OpenClQueue, Scratch
 from kvasir_proto.errors import EngineFailed
 
-_COLUMNS_AT_ONCE: Final = 16
+_COLUMNS_AT_ONCE: Final = 32
 """The kernels read so many columns at a time; rows of plain numbers are padded to a multiple of them."""
 
 _LARGEST_IN_F16: Final = 60_000.0

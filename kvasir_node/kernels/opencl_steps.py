@@ -22,7 +22,7 @@ from kvasir_proto.manifest import ManifestTensor
 from kvasir_proto.program import ABSENT, ExpertProgram, ProgramStep, StepOp
 
 TILE: Final = 4
-"""Pairs of one expert that share one reading of its weights (native/kernels/products.cl)."""
+"""Pairs of one expert that share one reading of its weights, at most."""
 
 Numbers = npt.NDArray[np.int32]
 
@@ -42,7 +42,7 @@ class PairTables:
 
     n_rows: int
     n_pairs: int
-    n_fours: int
+    n_shared: int
     n_ones: int
     numbers: Numbers
 
@@ -51,17 +51,17 @@ def tables_of(row_of_pair: Numbers, local_of_pair: Numbers, n_rows: int) -> Pair
     """The tables of pairs whose experts are given by their places among those that are held."""
     order = np.argsort(local_of_pair, kind="stable").astype(np.int32)
     changes = np.flatnonzero(np.diff(local_of_pair[order])) + 1
-    fours: list[int] = []
+    shared: list[int] = []
     ones: list[int] = []
     for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(order)], strict=True):
         for begin in range(first, end, TILE):
             size = min(TILE, end - begin)
-            (ones if size == 1 else fours).extend((begin, begin + size))
-    tiles = np.array(fours + ones, np.int32)
+            (ones if size == 1 else shared).extend((begin, begin + size))
+    tiles = np.array(shared + ones, np.int32)
     return PairTables(
         n_rows,
         len(order),
-        len(fours) // 2,
+        len(shared) // 2,
         len(ones) // 2,
         np.concatenate([row_of_pair, local_of_pair, order, tiles]).astype(np.int32),
     )
@@ -189,27 +189,20 @@ class _Call:
     def _multiply(self, held: HeldTensor, value: int, out: Buffer) -> None:
         rounded = self._rounded(value, ACTIVATION_FORMATS[held.tensor.type.name])
         n_in, n_out = held.tensor.shape[0], held.tensor.shape[1]
-        defines = (f"WEIGHTS_{held.tensor.type.name.upper()}", f"SUMS_{self.accumulator}")
-        kernels = self.queue.build("products.cl", *defines)
-        tiles = (
-            ("multiply_four", 0, self.tables.n_fours),
-            ("multiply_one", self.tables.n_fours, self.tables.n_ones),
-        )
-        for name, first, n_tiles in tiles:
+        kinds = (f"WEIGHTS_{held.tensor.type.name.upper()}", f"SUMS_{self.accumulator}")
+        for size, first, n_tiles in (
+            (TILE, 0, self.tables.n_shared),
+            (1, self.tables.n_shared, self.tables.n_ones),
+        ):
             if n_tiles:
                 self.queue.start(
-                    kernels[name],
+                    self.queue.build("products.cl", *kinds, f"TILE={size}")["multiply"],
                     n_out,
                     n_tiles,
                     *(held.buffer, np.uint64(held.row_bytes), np.int32(n_in), np.int32(n_out)),
                     *(rounded.numbers, np.int32(rounded.form.stride(n_in)), rounded.steps),
-                    *(
-                        np.int32(value == 0),
-                        self.tables_buffer,
-                        np.int32(self.tables.n_pairs),
-                        np.int32(first),
-                    ),
-                    out,
+                    *(np.int32(value == 0), self.tables_buffer, np.int32(self.tables.n_pairs)),
+                    *(np.int32(first), out),
                 )
 
     def _rounded(self, value: int, name: str) -> RoundedRows:

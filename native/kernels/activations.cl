@@ -1,7 +1,7 @@
 // Activations in the form that the weights' type asks for, rounded as ggml's CPU backend rounds them
 // (kvasir_node/kernels/activation_formats.py says it value by value, and a device that differs is refused).
 //
-// In: rows of `width` floats. Out: rows of `stride` numbers, a multiple of 16, zeros behind the row's end. One
+// In: rows of `width` floats. Out: rows of `stride` numbers, a multiple of 32, zeros behind the row's end. One
 // work-item rounds one block of one row. A block with a number that is not finite gets a step that is not a
 // number, so that whatever is computed from it shows that too.
 

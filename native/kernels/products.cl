@@ -1,13 +1,13 @@
 // Products of experts' weights with activations, for one type of weights and one kind of accumulator.
 //
 // Defined by whoever builds this: WEIGHTS_F32, _F16, _Q8_0 or _Q4_K, which fixes the form of the activations as
-// in ggml (F32, F16, Q8_0, Q8_K; activations.cl makes them), and SUMS_F32, SUMS_F16 or SUMS_MIXED (F16 inside
-// blocks of 256 columns, F32 across). Weights are expanded 16 at a time, as ggml expands them. Sixteen partial
+// in ggml (F32, F16, Q8_0, Q8_K; activations.cl makes them), SUMS_F32, SUMS_F16 or SUMS_MIXED (F16 inside blocks
+// of 256 columns, F32 across), and TILE, how many pairs share one reading of the weights at most. Weights are expanded 16 at a time, as ggml expands them. Sixteen partial
 // sums run along the columns and are added as a tree at the end, in the same order whatever else is in the call.
 //
 // `tables` has, one behind the other: each pair's row, each pair's place among the experts that are held, the pairs
-// ordered by expert, and where in that order each tile begins and ends. A tile has pairs of one expert only, which
-// share its weights; one work-item computes one output column of one tile.
+// ordered by expert, and where in that order each tile begins and ends. A tile has pairs of one expert
+// only; one work-item computes one output column of one tile. Rows lie padded to a multiple of 32 columns.
 
 #pragma OPENCL FP_CONTRACT OFF
 
@@ -51,6 +51,12 @@ float16 weights_at(__global const uchar * row, int column) {
     const float offset   = vload_half(1, (__global const half *)block) * (float)minimum;
     return convert_float16(quants) * step - offset;
 }
+#endif
+
+#if STEPS_BLOCK
+#define STEPS_OF_ROW(n_in) ((n_in) / STEPS_BLOCK)
+#else
+#define STEPS_OF_ROW(n_in) 0
 #endif
 
 float16 activations_at(__global const ACTIVATION * row, __global const float * steps, int column) {
@@ -130,72 +136,59 @@ float total(float16 sums) {
 
 // ---- The product ----
 
-#define MULTIPLY(NAME, TILE)                                                                                       \
-    __kernel void NAME(__global const uchar * restrict weights, ulong row_bytes, int n_in, int n_out,              \
-                       __global const ACTIVATION * restrict activations, int stride,                               \
-                       __global const float * restrict steps, int by_row, __global const int * restrict tables,    \
-                       int n_pairs, int first_tile, __global float * restrict out) {                               \
-        const size_t column_out = get_global_id(0);                                                                \
-        if (column_out >= (size_t)n_out) {                                                                         \
-            return;                                                                                                \
-        }                                                                                                          \
-        __global const int * row_of_pair   = tables;                                                               \
-        __global const int * local_of_pair = tables + n_pairs;                                                     \
-        __global const int * order         = tables + 2 * n_pairs;                                                 \
-        __global const int * tile          = tables + 3 * n_pairs + 2 * (first_tile + get_global_id(1));           \
-        const int begin                    = tile[0];                                                              \
-        const int last                     = tile[1] - 1;                                                          \
-        const ulong expert                 = local_of_pair[order[begin]];                                          \
-        __global const uchar * row         = weights + (expert * n_out + column_out) * row_bytes;                  \
-        __global const ACTIVATION * given[TILE];                                                                   \
-        __global const float * given_steps[TILE];                                                                  \
-        RUNNING_SUMS(TILE)                                                                                         \
-        for (int i = 0; i < TILE; ++i) {                                                                           \
-            const int pair     = order[min(begin + i, last)];                                                      \
-            const ulong source = by_row ? row_of_pair[pair] : pair;                                                \
-            given[i]           = activations + source * stride;                                                    \
-            given_steps[i]     = steps + source * STEPS_OF_ROW(n_in);                                              \
-            BEGIN(i)                                                                                               \
-        }                                                                                                          \
-        for (int column = 0; column < n_in; column += LANES) {                                                     \
-            const float16 expanded = weights_at(row, column);                                                      \
-            for (int i = 0; i < TILE; ++i) {                                                                       \
-                sums[i] = ADD(sums[i], expanded, activations_at(given[i], given_steps[i], column));                \
-            }                                                                                                      \
-            END_OF_BLOCK(TILE)                                                                                     \
-        }                                                                                                          \
-        for (int i = 0; i < TILE && begin + i <= last; ++i) {                                                      \
-            out[(ulong)order[begin + i] * n_out + column_out] = total(RESULT(i));                                  \
-        }                                                                                                          \
+__kernel void multiply(__global const uchar * restrict weights, ulong row_bytes, int n_in, int n_out,
+                       __global const ACTIVATION * restrict activations, int stride,
+                       __global const float * restrict steps, int by_row, __global const int * restrict tables,
+                       int n_pairs, int first_tile, __global float * restrict out) {
+    const size_t column_out = get_global_id(0);
+    if (column_out >= (size_t)n_out) {
+        return;
     }
-
-#if STEPS_BLOCK
-#define STEPS_OF_ROW(n_in) ((n_in) / STEPS_BLOCK)
-#else
-#define STEPS_OF_ROW(n_in) 0
-#endif
-
-#if defined(SUMS_MIXED)
-#define RUNNING_SUMS(TILE)                                                                                         \
-    Sums sums[TILE];                                                                                               \
+    __global const int * row_of_pair   = tables;
+    __global const int * local_of_pair = tables + n_pairs;
+    __global const int * order         = tables + 2 * n_pairs;
+    __global const int * tile          = tables + 3 * n_pairs + 2 * (first_tile + get_global_id(1));
+    const int begin                    = tile[0];
+    const int last                     = tile[1] - 1;
+    const ulong expert                 = local_of_pair[order[begin]];
+    __global const uchar * row         = weights + (expert * n_out + column_out) * row_bytes;
+    __global const ACTIVATION * given[TILE];
+    __global const float * given_steps[TILE];
+    Sums sums[TILE];
+#ifdef SUMS_MIXED
     float16 across[TILE];
-#define BEGIN(i)                                                                                                   \
-    sums[i]   = (Sums)(0);                                                                                         \
-    across[i] = (float16)(0);
-#define END_OF_BLOCK(TILE)                                                                                         \
-    if ((column + LANES) % MIXED_BLOCK == 0 || column + LANES >= n_in) {                                           \
-        for (int i = 0; i < TILE; ++i) {                                                                           \
-            across[i] += WIDEN(sums[i]);                                                                           \
-            sums[i] = (Sums)(0);                                                                                   \
-        }                                                                                                          \
-    }
-#define RESULT(i) across[i]
-#else
-#define RUNNING_SUMS(TILE) Sums sums[TILE];
-#define BEGIN(i) sums[i] = (Sums)(0);
-#define END_OF_BLOCK(TILE)
-#define RESULT(i) sums[i]
 #endif
-
-MULTIPLY(multiply_one, 1)
-MULTIPLY(multiply_four, 4)
+    for (int i = 0; i < TILE; ++i) {
+        const int pair     = order[min(begin + i, last)];
+        const ulong source = by_row ? row_of_pair[pair] : pair;
+        given[i]           = activations + source * stride;
+        given_steps[i]     = steps + source * STEPS_OF_ROW(n_in);
+        sums[i]            = (Sums)(0);
+#ifdef SUMS_MIXED
+        across[i] = (float16)(0);
+#endif
+    }
+    for (int column = 0; column < n_in; column += 2 * LANES) {
+        const float16 left  = weights_at(row, column);
+        const float16 right = weights_at(row, column + LANES);
+        for (int i = 0; i < TILE; ++i) {
+            sums[i] = ADD(sums[i], left, activations_at(given[i], given_steps[i], column));
+            sums[i] = ADD(sums[i], right, activations_at(given[i], given_steps[i], column + LANES));
+        }
+#ifdef SUMS_MIXED
+        if ((column + 2 * LANES) % MIXED_BLOCK == 0 || column + 2 * LANES >= n_in) {
+            for (int i = 0; i < TILE; ++i) {
+                across[i] += WIDEN(sums[i]);
+                sums[i] = (Sums)(0);
+            }
+        }
+#endif
+    }
+    for (int i = 0; i < TILE && begin + i <= last; ++i) {
+#ifdef SUMS_MIXED
+        out[(ulong)order[begin + i] * n_out + column_out] = total(across[i]);
+#else
+        out[(ulong)order[begin + i] * n_out + column_out] = total(sums[i]);
+#endif
+    }
+}

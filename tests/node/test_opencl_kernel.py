@@ -488,10 +488,10 @@ def test_every_pair_is_in_one_tile_of_its_expert(n_pairs: int) -> None:
     assert (numbers[:n_pairs] == rows).all()
     assert (numbers[n_pairs : 2 * n_pairs] == local).all()
     order, tiles = numbers[2 * n_pairs : 3 * n_pairs], numbers[3 * n_pairs :].reshape(-1, 2)
-    assert len(tiles) == tables.n_fours + tables.n_ones
+    assert len(tiles) == tables.n_shared + tables.n_ones
     assert sorted(order[place] for begin, end in tiles for place in range(begin, end)) == list(range(n_pairs))
     for index, (begin, end) in enumerate(tiles):
-        assert bool(end - begin == 1) is (index >= tables.n_fours)
+        assert bool(end - begin == 1) is (index >= tables.n_shared)
         assert end - begin <= TILE
         assert len(set(local[order[begin:end]])) == 1
 
@@ -566,8 +566,8 @@ def test_it_holds_its_shard_and_says_where(odd: Bench, device: str) -> None:
     kernel = opencl(odd, device, [2, 5])
     assert kernel.backend == "opencl"
     assert kernel.device_name
-    # Rows of 19 and of 13 numbers are padded to 32 and to 16.
-    weights = 4 * (13 * 32 + 13 * 32 + 21 * 16 + 26 * 32)
+    # Rows of 19 and of 13 numbers are padded to 32.
+    weights = 4 * 32 * (13 + 13 + 21 + 26)
     others = 4 * (13 + 13 + 21 + 26 + 4)
     assert kernel.memory_bytes == 2 * 2 * (weights + others)
     assert kernel.row_widths(0, kernel.add_program(SWIGLU)) == (19, 21)
