@@ -179,6 +179,9 @@ def test_other_types_than_the_models_decide_nothing() -> None:
     assert not by_type["f32"].passed
     assert found.fit.output
     assert replace(found, model_types=("f32",)).fit.output is False
+    short = replace(by_type["f16"], weights_kept=0.75)
+    assert not short.passed
+    assert short.reason == "only 75 % of weights keep all their bits"
 
 
 def test_a_type_that_the_kernel_does_not_compute_with_is_left_out_unless_it_is_the_models() -> None:
