@@ -244,7 +244,7 @@ def test_what_cannot_be_measured_is_a_fault(worker: Worker, tmp_path: Path) -> N
     request = MeasureExperts(7, str(worker.manifest_path), 1, "ggml-cpu", "auto")
     assert worker.tell(request, ExpertsMeasured).expert_row_ns > 0
     fault = worker.tell(MeasureExperts(8, str(tmp_path / "nothing"), 1, "ggml-cpu", "auto"), EngineFault)
-    assert (fault.request, fault.code) == (8, "not_measured")
+    assert (fault.request, fault.code) == (8, "model_unusable")
 
 
 @pytest.mark.parametrize("what", ["manifest", "manifest-bytes", "source", "shard", "layer"])
