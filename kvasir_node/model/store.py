@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -350,13 +351,18 @@ class ModelStore:
 def _locked(directory: Path) -> Iterator[None]:
     """Nobody else adds to the store at `directory`, or mends a file of it, meanwhile; waits for who does."""
     try:
-        with open(directory / ".lock", "a") as lock:
+        with open(directory / ".lock", "a", opener=_open_unless_pipe) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for partial in directory.glob(f"*/{PARTIAL_PREFIX}*"):  # whoever wrote it was killed
                 partial.unlink(missing_ok=True)
             yield
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+
+
+def _open_unless_pipe(path: str, flags: int) -> int:
+    """As `open` does, but for a pipe in the file's place, where it would wait for a reader."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[int], None]:

@@ -56,6 +56,14 @@ def test_status_waits_for_no_file_of_its_home(tmp_path: Path, what: str, name: s
     assert outcome.status == (6 if name == "kvasir.toml" else 3), (outcome, TIMEOUT_S)
 
 
+@pytest.mark.parametrize("name", ["models/.lock", "state/swarm-manifest", "identity.pem", "kvasir.toml"])
+def test_founding_waits_for_no_pipe_of_its_home(tmp_path: Path, name: str) -> None:
+    put("pipe", tmp_path / name)
+    outcome = call_process("init", "--found", home=tmp_path)
+    assert outcome.status == (7 if name == "models/.lock" else 6), outcome
+    assert name in outcome.sentence or "models cannot be used" in outcome.sentence
+
+
 def test_whole_files_are_read_in_one_place() -> None:
     for path in python_files("kvasir_node"):
         if path in READ_BY_OTHERS or path.startswith(("kvasir_node/bench/", "kvasir_node/sim/")):
