@@ -7,7 +7,6 @@ the victim owes: no test hopes to hit a moment.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -17,7 +16,6 @@ import socket
 import subprocess
 import sys
 import termios
-import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -45,7 +43,6 @@ from kvasir_proto.messages.engine import (
     EngineIdentity,
     Generate,
     HolderLost,
-    LoadShard,
     SessionEnded,
     TokenEmitted,
 )
@@ -330,17 +327,26 @@ async def a_new_worker_is_as_good_as_the_old(
 # ---- Engines without control ----
 
 
+ENGINE = ("-m", "kvasir_node.engine")
+_SIT = "p._make_role_engine = lambda *_: threading.Event().wait()"
+STUCK_ENGINE = (
+    "-c",
+    f"import sys, threading; from kvasir_node.engine import process as p; {_SIT}; p.main(sys.argv[1:])",
+)
+"""One whose main thread sits in something for ever, as in a file on a dead network mount."""
+
+
 class Orphan:
     """An engine process started as control does it, with control's end of its channel in the test's hand."""
 
-    def __init__(self, role: str, directory: Path) -> None:
+    def __init__(self, role: str, directory: Path, program: tuple[str, str] = ENGINE) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(PATIENCE_S)
         self._ours = ours
         self.control = ControlChannel(ours)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "kvasir_node.engine", "--role", role),
+                *(sys.executable, *program, "--role", role),
                 *("--control-fd", str(theirs.fileno()), "--directory", str(directory)),
             ],
             pass_fds=(theirs.fileno(),),
@@ -355,12 +361,15 @@ class Orphan:
         assert isinstance(hello, EngineHello)
         self.public_key = hello.public_key
 
-    def introduce(self, role: Role) -> None:
+    def identify(self, role: Role) -> None:
         key = Ed25519PrivateKey.generate()
         digest = SwarmDigest(bytes(32))
         binding = bind_engine(key, digest, self.public_key, role, 1)
         node_id = node_id_of(key.public_key().public_bytes_raw())
         self.control.send(EngineIdentity(node_id, role, binding))
+
+    def introduce(self, role: Role) -> None:
+        self.identify(role)
         assert isinstance(self.control.receive(), EngineCertificate)
 
     def send_noise(self) -> None:
@@ -393,26 +402,17 @@ def orphans(tmp_path: Path) -> Iterator[list[Orphan]]:
 
 def test_engines_end_with_their_control(orphans: list[Orphan], tmp_path: Path) -> None:
     backbone, worker = orphans
-    worker.introduce("worker")
-    # The worker sits in a file that never comes: it cannot notice by itself.
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    worker.control.send(LoadShard(1, str(pipe), str(pipe), b"\x90", 1))
-    deadline = time.monotonic() + PATIENCE_S
-    while (writer := _opened_by_a_reader(pipe)) is None:
-        assert time.monotonic() < deadline
-    backbone.lose_control()
-    worker.lose_control()
-    assert backbone.wait() == (0, "")
-    assert worker.wait() == (1, "")
-    os.close(writer)
-
-
-def _opened_by_a_reader(pipe: Path) -> int | None:
-    """A FIFO's writing end, once somebody reads from it."""
-    with contextlib.suppress(OSError):  # ENXIO
-        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    return None
+    stuck = Orphan("worker", tmp_path, STUCK_ENGINE)
+    try:
+        stuck.wait_hello()
+        stuck.identify("worker")
+        worker.introduce("worker")
+        for each in (backbone, worker, stuck):
+            each.lose_control()
+        assert (backbone.wait(), worker.wait()) == ((0, ""), (0, ""))
+        assert stuck.wait() == (1, "")
+    finally:
+        stuck.close()
 
 
 def test_engines_that_are_told_nonsense_end_with_a_sentence(orphans: list[Orphan]) -> None:
