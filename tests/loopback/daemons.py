@@ -90,7 +90,9 @@ class Daemon:
             return None
         return document
 
-    def wait(self, condition: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
+    def wait(
+        self, condition: Callable[[dict[str, Any]], Any], what: str, timeout_s: float = PATIENCE_S
+    ) -> dict[str, Any]:
         """The first status document that fulfils ``condition``."""
 
         def look() -> dict[str, Any] | None:
@@ -98,7 +100,7 @@ class Daemon:
             document = self.status()
             return document if document is not None and condition(document) else None
 
-        document: dict[str, Any] = wait_for(look, f"{what}; last: {self.status()}\n{self.log()}")
+        document: dict[str, Any] = wait_for(look, f"{what}; last: {self.status()}\n{self.log()}", timeout_s)
         return document
 
     def wait_state(self, state: str) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from tests.loopback.test_last_f32_worker import LastWorkers
 
 SAMPLING = Sampling(seed=5, temperature=0.8, top_k=0, top_p=0.95, min_p=0.0)
 SETTLE_S: Final = 5.0
+SLOW_START_S: Final = 300.0
+"""A daemon and its engines take some six seconds of a processor to start; this one has a tenth of it."""
 RATE_SESSIONS: Final = 7
 RATE_TOKENS: Final = 120
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -270,7 +272,9 @@ class FiguresOfSwarm:
                 slow.start()
                 limit.take_in(slow.process.pid)
                 document = slow.wait(
-                    lambda each: each["state"] == "ready" and each.get("expert_row_ns", 1), "the slow member"
+                    lambda each: each["state"] == "ready" and each.get("expert_row_ns", 1),
+                    "the slow member",
+                    SLOW_START_S,
                 )
                 time.sleep(2 * SETTLE_S)
                 with_it.append(self._rate())
