@@ -307,6 +307,7 @@ _SUBSTANCE: Final = attrgetter(
     *(each.name for each in fields(CapabilityRecord) if each.name not in ("sequence", "expires"))
 )
 """All that a record says but its number and its time."""
+_HEARD_FROM_ANYBODY: Final = (*RECORD_MESSAGES, *ADMISSION_MESSAGES)
 _NOT_NEEDED: Final = "the plan needs nothing of it"
 
 
@@ -1023,7 +1024,7 @@ class NodeCore:
             return effects
         introduced: list[Effect | NodeEvent] = []
         for each in effects:
-            if type(each) is Send and not isinstance(each.message, RECORD_MESSAGES + ADMISSION_MESSAGES):
+            if type(each) is Send and not isinstance(each.message, _HEARD_FROM_ANYBODY):
                 data = self._introduction(each.to, now.instant)
                 if data:
                     introduced.append(Send(each.to, RecordReply((data,))))

@@ -10,17 +10,16 @@ refuses to know files, digests and networks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS
+from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_node.kernels.expert_functions import unary
 from kvasir_node.kernels.opencl_activations import FORMATS, require_ggmls_rounding
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
@@ -164,16 +163,16 @@ class OpenClKernel:
         held, fitted = self._fitted(layer, program_index)
         if not 1 <= n_rows <= n_pairs <= PAIRS_MAX:
             raise RemoteProtocolError(f"{n_rows} rows in {n_pairs} pairs are out of range", "shape_invalid")
-        rows: Numbers = _array_at(row_of_pair_address, np.int32, n_pairs)
-        experts: Numbers = _array_at(expert_of_pair_address, np.int32, n_pairs)
+        rows: Numbers = array_at(row_of_pair_address, np.int32, n_pairs)
+        experts: Numbers = array_at(expert_of_pair_address, np.int32, n_pairs)
         if ((rows < 0) | (rows >= n_rows)).any():
             raise RemoteProtocolError("a pair names a row that is not there", "row_out_of_range")
         near = np.clip(experts, 0, len(held.local) - 1)
         local = np.where(near == experts, held.local[near], np.int32(-1))
         if (local < 0).any():
             raise RemoteProtocolError(f"expert {experts[local < 0][0]} is not held", "foreign_expert")
-        x = _array_at(x_address, np.float32, n_rows, fitted.widths[0])
-        out = _array_at(out_address, np.float32, n_pairs, fitted.widths[-1])
+        x = array_at(x_address, np.float32, n_rows, fitted.widths[0])
+        out = array_at(out_address, np.float32, n_pairs, fitted.widths[-1])
         with self._lock, self._working() as queue:
             queue.read(self._runner.run(fitted, x, tables_of(rows, local, n_rows)), out)
 
@@ -296,11 +295,3 @@ def _function_tables(queue: OpenClQueue) -> Buffer:
     buffer = queue.allocate(numbers.nbytes)
     queue.write(buffer, numbers)
     return buffer
-
-
-def _array_at(address: int, dtype: type[Any], *shape: int) -> npt.NDArray[Any]:
-    """The array at an address of this process."""
-    size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-    array: npt.NDArray[Any] = np.frombuffer(memory, np.dtype(dtype))
-    return array.reshape(shape)

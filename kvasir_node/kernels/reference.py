@@ -9,10 +9,9 @@ call. It refuses to know files, and gets bytes from a function as every kernel d
 
 from __future__ import annotations
 
-import ctypes
 import enum
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from gguf import GGMLQuantizationType, quants
 
 from kvasir_node.kernels.accumulators import Accumulator
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
+from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_node.kernels.expert_functions import Rows, glu, unary
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, ShardSet
@@ -134,10 +134,10 @@ class ReferenceKernel:
         width_in, width_out = self.row_widths(layer, program_index)
         if not 1 <= n_rows <= n_pairs <= PAIRS_MAX:
             raise RemoteProtocolError(f"{n_rows} rows in {n_pairs} pairs are out of range", "shape_invalid")
-        x = _array_at(x_address, np.float32, n_rows, width_in)
-        rows = _array_at(row_of_pair_address, np.int32, n_pairs)
-        experts = _array_at(expert_of_pair_address, np.int32, n_pairs)
-        out = _array_at(out_address, np.float32, n_pairs, width_out)
+        x = array_at(x_address, np.float32, n_rows, width_in)
+        rows = array_at(row_of_pair_address, np.int32, n_pairs)
+        experts = array_at(expert_of_pair_address, np.int32, n_pairs)
+        out = array_at(out_address, np.float32, n_pairs, width_out)
         with np.errstate(over="ignore"):
             out[:] = self.compute_rows(layer, program_index, x, rows, experts)
 
@@ -257,11 +257,3 @@ class ReferenceKernel:
     def _shape_of(self, layer: int) -> Callable[[str], tuple[int, ...] | None]:
         tensors = self._tensors[layer]
         return lambda suffix: tensors[suffix].shape if suffix in tensors else None
-
-
-def _array_at(address: int, dtype: type[Any], *shape: int) -> npt.NDArray[Any]:
-    """The array at an address of this process."""
-    size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-    array: npt.NDArray[Any] = np.frombuffer(memory, np.dtype(dtype))
-    return array.reshape(shape)

@@ -6,13 +6,11 @@ the data plane use it where the arithmetic is not the subject.
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.backbone.hook import LayerCall
+from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.manifest import DIGEST_SIZE_BYTES, ManifestTensor, ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp, UnaryKind
@@ -225,10 +223,3 @@ class ToyCall(LayerCall):
     @property
     def is_right(self) -> bool:
         return bool((self.out == self.expected).all())
-
-
-def array_at(address: int, dtype: type[Any], *shape: int) -> npt.NDArray[Any]:
-    """The array at an address of this process."""
-    size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-    return np.frombuffer(memory, np.dtype(dtype)).reshape(shape)
