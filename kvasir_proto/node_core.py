@@ -125,8 +125,11 @@ REVIEW_DELAY: Final[Duration] = milliseconds(200)
 """How long after a change everything that follows from many facts is looked at again."""
 RTT_IGNORED: Final[Duration] = milliseconds(50)
 """Round trips below it are all the same to placement: a LAN's, and what a busy machine adds to them."""
+FAR_SAMPLES_MIN: Final = 3
+"""Who answers late so many times is far. One or two long round trips say more of a machine that has just
+started than of the path; until then a member counts as no farther than the others. One short one will do."""
 RTT_REVIEW_INTERVAL: Final[Duration] = milliseconds(5000)
-"""How often the backbone looks again at round trips while a member seems far: nothing else tells of them."""
+"""How often the backbone looks again at round trips while a member is not known to be near."""
 COMPARE_SPACING: Final[Duration] = milliseconds(1000)
 """Between two members that are asked what was revoked, when many come back at once."""
 INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
@@ -970,7 +973,7 @@ class NodeCore:
             self._placement.command(SetInventory(places), now)
             others = (each for each in sorted(self._standing) if each != self._node_id)
             self._offers.inform((each for each in others if self._is_live(each)), now.instant)
-            if any(each.rtt_ns for each in places):
+            if any(each.rtt_ns != 0 for each in places):
                 self._note_change(now.instant, RTT_REVIEW_INTERVAL)
 
     def _ask_for_backbone(self, now: Now) -> None:
@@ -1181,7 +1184,7 @@ class NodeCore:
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
             rate_rows_s=max(1, 1_000_000_000 // row_ns) if row_ns else None,
-            rtt_ns=0 if is_own else _coarse_rtt(member.rtt_least if member is not None else None),
+            rtt_ns=0 if is_own else _coarse_rtt(member),
             state=state,
             is_backbone=is_own,
             holding=standing.holding,
@@ -1335,15 +1338,18 @@ def _is_of(plan: Plan, term: ProvenTerm) -> bool:
     return (plan.epoch, plan.term) == (term.epoch, term.term)
 
 
-def _coarse_rtt(rtt: Duration | None) -> int | None:
+def _coarse_rtt(member: Member | None) -> int | None:
     """A round trip as placement sees it: not at all below `RTT_IGNORED`, then in powers of two.
 
     It is measured between control processes, which are slow when their machine is busy: plans must not follow
-    its noise. So it is the least of some minutes, and what is left of that tells a LAN from a WAN.
+    its noise. So it is the least of some minutes, and what is left of that tells a LAN from a WAN. None while
+    that is not known yet.
     """
-    if rtt is None:
+    if member is None or member.rtt_least is None:
         return None
-    return 0 if rtt < RTT_IGNORED else 1 << (rtt - 1).bit_length()
+    if member.rtt_least < RTT_IGNORED:
+        return 0
+    return 1 << (member.rtt_least - 1).bit_length() if member.rtt_samples >= FAR_SAMPLES_MIN else None
 
 
 def _says_the_same(before: CapabilityRecord, now: CapabilityRecord) -> bool:

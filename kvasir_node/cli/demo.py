@@ -158,8 +158,8 @@ def _print_tolerance(mixed: dict[str, Any], compared: dict[str, Any]) -> None:
         f"{short_id(mixed['node'])} adds in F16: it computed {mixed['rows']} rows of experts, "
         f"{' and '.join(mixed['ranks'])} only.\n"
         f"Top tokens agree in {compared['top1_agreement']:.2%} of positions "
-        f"({mixed['top1_agreement_min']:.2%} are required), mean KL divergence is {compared['mean_kld']:.1e} "
-        f"({mixed['mean_kld_max']:.1e} is allowed)."
+        f"({mixed['top1_agreement_min']:.2%} are required, give or take chance), "
+        f"mean KL divergence is {compared['mean_kld']:.1e} ({mixed['mean_kld_max']:.1e} is allowed)."
     )
     if not mixed["in_comparison"]:
         click.echo("It had no part in the comparison: the plan took it for slow on this busy machine.")

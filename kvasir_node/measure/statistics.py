@@ -75,6 +75,21 @@ def open_logits(path: Path) -> Logits:
     return result
 
 
+def most_by_chance(n: int, share: float, chance: float) -> int:
+    """The least k such that of `n` independent events of probability `share` more than k happen with
+    probability `chance` at most.
+
+    For 0 <= share < 1 and 0 < chance < 1. A count above it says that the true share is larger.
+    """
+    probability = (1.0 - share) ** n
+    k, at_most_k = 0, probability
+    while 1.0 - at_most_k > chance and k < n:
+        k += 1
+        probability *= (n - k + 1) / k * share / (1.0 - share)
+        at_most_k += probability
+    return k
+
+
 def largest_delta(base_path: Path, run_path: Path) -> float:
     """The largest absolute difference between two files of logits. Raises as `compare_logits`."""
     base, run = _pair(open_logits(base_path), open_logits(run_path))

@@ -50,7 +50,16 @@ from kvasir_proto.membership.options import (
 )
 from kvasir_proto.membership.states import LIVE, NO_RECORD, TRANSITIONS, Claim, merge
 from kvasir_proto.membership.suspicion import confirmations_wanted, suspicion_time, swarm_scale_permille
-from kvasir_proto.membership.table import NOBODY, Condition, Entry, Member, Suspicion, Table, Timer
+from kvasir_proto.membership.table import (
+    NOBODY,
+    RTT_SAMPLES_MAX,
+    Condition,
+    Entry,
+    Member,
+    Suspicion,
+    Table,
+    Timer,
+)
 from kvasir_proto.membership.view import View, accuser_mark
 from kvasir_proto.messages.membership import (
     BUCKET_DIGEST_SIZE,
@@ -319,6 +328,7 @@ class MembershipCore:
             reason=entry.reason,
             rtt=entry.rtt,
             rtt_least=_least_of(entry),
+            rtt_samples=entry.rtt_samples,
             clock_offset=self._clocks.offset_of(entry.node_id),
             last_seen=entry.last_seen,
             incarnation=claim.incarnation,
@@ -984,6 +994,8 @@ class MembershipCore:
             is_recent = since is not None and between(since, now) < 2 * _LEAST_WINDOW
             entry.rtt_least_before = entry.rtt_least if is_recent else None
             entry.rtt_least, entry.rtt_least_since = sample, now
+            entry.rtt_samples = entry.rtt_samples if is_recent else 0
+        entry.rtt_samples = min(entry.rtt_samples + 1, RTT_SAMPLES_MAX)
         entry.rtt_least = min(entry.rtt_least, sample)
         least = _least_of(entry)
         assert least is not None

@@ -33,6 +33,8 @@ Condition: TypeAlias = Literal["well", "slow", "indirect", "clock_wrong", "confl
 """What is odd about a live member, the oddest thing first to be named last here."""
 
 NOBODY: Final = bytes(ACCUSER_SIZE)
+RTT_SAMPLES_MAX: Final = 16
+"""As far as a member's round trips are counted."""
 _SUM_MASK: Final = (1 << (8 * BUCKET_DIGEST_SIZE)) - 1
 
 
@@ -41,7 +43,7 @@ class Member:
     """What a node knows of a member, for status: `rtt` and `clock_offset` are None until measured.
 
     `rtt` is smoothed, `rtt_least` the least of the last one to two minutes: what the path takes, without what
-    busy machines add to it.
+    busy machines add to it, of `rtt_samples` round trips or more (counted up to `RTT_SAMPLES_MAX`).
 
     `last_seen` is when a message came from itself; None for members this node only hears of.
     """
@@ -53,6 +55,7 @@ class Member:
     reason: str
     rtt: Duration | None
     rtt_least: Duration | None
+    rtt_samples: int
     clock_offset: Duration | None
     last_seen: Instant | None
     incarnation: int
@@ -107,6 +110,7 @@ class Entry:
         "rtt_least",
         "rtt_least_before",
         "rtt_least_since",
+        "rtt_samples",
         "rtt_variation",
         "share",
         "slow",
@@ -131,6 +135,7 @@ class Entry:
         self.rtt_least: Duration | None = None
         self.rtt_least_before: Duration | None = None
         self.rtt_least_since: Instant | None = None
+        self.rtt_samples = 0
         self.slow = False
         self.clock_wrong = False
         self.last_seen: Instant | None = None

@@ -33,6 +33,7 @@ from kvasir_proto.messages.election import ELECTION, Knowledge
 from kvasir_proto.messages.membership import Ping
 from kvasir_proto.messages.plan import PlanAccept
 from kvasir_proto.node_core import (
+    FAR_SAMPLES_MIN,
     BackboneEngineDied,
     Describe,
     HolderFailed,
@@ -918,6 +919,19 @@ def test_a_member_that_seemed_far_when_it_started_is_placed_once_it_is_near(way:
     assert backbone.core is not None
     plan = backbone.core.view().plan
     assert plan is not None
-    assert not len(shard_of(plan, far))
+    assert not len(plan.primary_shard_of(far.node_id)), "it is asked in need only"
     swarm.far.clear()
-    swarm.run(seconds(40), lambda: far.node_id in plans_of(backbone)[-1].nodes)
+    swarm.run(seconds(40), lambda: len(plans_of(backbone)[-1].primary_shard_of(far.node_id)) > 0)
+
+
+def test_a_member_whose_first_round_trips_are_long_is_placed_with_the_others() -> None:
+    """A machine that has just started answers late once or twice; that it is far takes more than that."""
+    swarm = SmallSwarm(3)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    starting = swarm.add(4, ranks=("output", "bulk"), stands_for_elector=False)
+    swarm.far[starting.node_id] = milliseconds(80)
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    swarm.run(seconds(20), lambda: starting.node_id in plans_of(backbone)[-1].nodes)
+    (member,) = (each for each in backbone.core.view().members if each.node_id == starting.node_id)
+    assert member.rtt_samples < FAR_SAMPLES_MIN, "it was placed before anybody could say that it is far"

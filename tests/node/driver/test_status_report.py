@@ -82,6 +82,7 @@ def member(node_id: NodeId, **changes: Any) -> Member:
         reason="",
         rtt=milliseconds(2),
         rtt_least=milliseconds(1),
+        rtt_samples=3,
         clock_offset=None,
         last_seen=Instant(NOW - milliseconds(500)),
         incarnation=1,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir_node.measure import statistics
-from kvasir_node.measure.statistics import Logits, compare_logits, largest_delta, open_logits
+from kvasir_node.measure.statistics import Logits, compare_logits, largest_delta, most_by_chance, open_logits
 from kvasir_proto.errors import EngineFailed
 
 
@@ -145,3 +145,15 @@ def test_arrays_that_are_no_logits_are_refused(tmp_path: Path) -> None:
         open_logits(tmp_path / "x.npy")
     with pytest.raises(EngineFailed, match="does not hold"):
         open_logits(tmp_path / "missing.npy")
+
+
+@pytest.mark.parametrize(
+    "n, share, chance, k",
+    [(27, 0.005, 1e-3, 2), (256, 0.005, 1e-3, 6), (10, 0.0, 1e-3, 0), (4, 0.9, 1e-9, 4)],
+)
+def test_how_many_of_n_happen_by_chance(n: int, share: float, chance: float, k: int) -> None:
+    """As the exact binomial has it."""
+    assert most_by_chance(n, share, chance) == k
+    above = sum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k + 1, n + 1))
+    from_k = sum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(k, n + 1))
+    assert above <= chance < from_k
