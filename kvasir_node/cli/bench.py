@@ -24,7 +24,8 @@ from kvasir_node.bench.rounds import (
 from kvasir_node.bench.rpc_server import find_library, require_ggml_version
 from kvasir_node.bench.side_by_side import BenchRun, BenchSettings, RpcProgram, run_side_by_side
 from kvasir_node.bench.test_model import BENCH_SHAPE
-from kvasir_node.cli.measure import check_exact, prepare_reference, random_model, stored_model
+from kvasir_node.cli.measure import check_exact
+from kvasir_node.cli.measured_model import prepare_reference, random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from kvasir_node.backbone.trial import try_backbone_file
 from kvasir_node.bench.machine import describe_machine, read_bandwidth
-from kvasir_node.bench.test_model import LAYER_SHAPE, TestModelShape, size_bytes_of, write_test_model
+from kvasir_node.bench.test_model import LAYER_SHAPE
 from kvasir_node.cli.generate import parse_token_ids
-from kvasir_node.cli.output import json_option, note, print_json, print_table, progress_on_stderr
+from kvasir_node.cli.measure_operations import ops
+from kvasir_node.cli.measured_model import prepare_reference, random_model, stored_model
+from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
-from kvasir_node.locations import Locations
 from kvasir_node.measure.layer import LayerMeasurement, LayerSettings, measure_layer
 from kvasir_node.measure.logits import (
     LogitsMeasurement,
@@ -30,9 +29,9 @@ from kvasir_node.measure.logits import (
     random_tokens,
 )
 from kvasir_node.model.report import file_report
-from kvasir_node.model.store import SPARE_BYTES, ModelStore, StoredModel
+from kvasir_node.model.store import StoredModel
 from kvasir_node.working_directory import working_directory
-from kvasir_proto.errors import ModelUnusable, OutOfTolerance, UsageError
+from kvasir_proto.errors import OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
 
 SCHEMA_VERSION: Final = 1
@@ -45,7 +44,10 @@ _TOKEN: Final = re.compile(r"\d+", re.ASCII)
 
 @click.group()
 def measure() -> None:
-    """Measure how far a swarm is from a single process."""
+    """Measure how far a swarm is from a single process, and backends from each other."""
+
+
+measure.add_command(ops)
 
 
 @measure.command("logits")
@@ -218,51 +220,10 @@ def layer(
         check_exact(measured.max_abs_delta)
 
 
-def prepare_reference(stored: StoredModel) -> None:
-    """Make or verify the file that the single process reads, with progress. Raises `ModelUnusable`."""
-    with progress_on_stderr("preparing the single process's model") as progress:
-        stored.reference_path(progress)
-
-
 def check_exact(max_abs_delta: float) -> None:
     """Raise `OutOfTolerance` unless every logit was identical."""
     if max_abs_delta != 0.0:
         raise OutOfTolerance(f"the largest difference between logits is {max_abs_delta:g}, not 0")
-
-
-def random_model(locations: Locations, shape: TestModelShape, name: str) -> StoredModel:
-    """A random test model, from the cache or made now. Raises `ModelUnusable` when there is no space."""
-    locations.prepare()
-    size_bytes = size_bytes_of(shape)
-    path = locations.cache / f"{name}-{shape.seed}.gguf"
-    if not path.exists() or path.stat().st_size != size_bytes:
-        # The model, the single process's copy of it, and the backbone file beside them.
-        needed_bytes = 2 * size_bytes + (size_bytes >> 3) + SPARE_BYTES
-        free_bytes = shutil.disk_usage(locations.cache).free
-        if free_bytes < needed_bytes:
-            raise ModelUnusable(
-                f"the random model takes {needed_bytes >> 20} MiB in {locations.cache}, where "
-                f"{free_bytes >> 20} MiB are free: make room, or name a model with --model"
-            )
-        with progress_on_stderr("making the model") as progress:
-            write_test_model(path, shape, progress)
-    return stored_model(locations, str(path))
-
-
-def stored_model(locations: Locations, model: str) -> StoredModel:
-    """The model to measure, verified: a file, taken into a store in the cache, or one that this home has.
-
-    Raises `ModelUnusable`.
-    """
-    locations.prepare()
-    path = Path(model)
-    if path.suffix != ".gguf" and not path.exists():
-        stored = ModelStore(locations.models).get(model)
-        with progress_on_stderr("checking the model") as progress:
-            stored.verified_backbone_path(progress)
-        return stored
-    with progress_on_stderr("reading the model") as progress:
-        return ModelStore(locations.cache / "models").add(path, progress, try_backbone_file)
 
 
 def _tokens_of(path: Path) -> tuple[int, ...]:
