@@ -16,6 +16,7 @@ SECONDS ?= 60
 SIM_NODES ?= 12
 SIM_JOBS ?= 2
 NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
+BUILDS ?=
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
 .PHONY: help setup backends demo test sim fuzz lint type bench shapes failure-matrix clean
@@ -37,8 +38,9 @@ help:
 setup: $(NATIVE)
 
 # Optional for everything else: what is missing is said, and its tests skip with a reason.
+# BUILDS=all also builds the kernel hosts that take more time than they show, BUILDS=none builds none.
 backends: $(NATIVE)
-	@PYTHON=$(BIN)/python deploy/backends
+	@PYTHON=$(BIN)/python BUILDS='$(BUILDS)' deploy/backends
 
 demo: $(NATIVE)
 	@$(BIN)/kvasir-node demo $(ARGS)

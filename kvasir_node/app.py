@@ -29,6 +29,7 @@ from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
+from kvasir_node.kernels.host_builds import HOST_BUILDS, host_command
 from kvasir_node.kernels.opencl_devices import choose_device, devices_seen_by_child
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
@@ -425,13 +426,18 @@ class _Arithmetic:
 
 
 def _arithmetic_of(configuration: Configuration) -> _Arithmetic:
-    """Raises `ConfigurationInvalid` for a device that is not there: before anybody hears of this node."""
+    """Raises `ConfigurationInvalid` for a device or build that is not there: before this node is heard of."""
     if configuration.engine_kernel == "opencl":
         device = choose_device(configuration.engine_kernel_device, devices_seen_by_child())
         log.info("opencl_device_found", device=device.name, platform=device.platform, driver=device.driver)
         return _Arithmetic("opencl", device.word, "UNKNOWN")
     if configuration.engine_kernel == "emulated-f16":
         return _Arithmetic("reference", platform.machine(), "F16")
+    if configuration.engine_kernel in HOST_BUILDS:
+        host_command(configuration.engine_kernel)
+        return _Arithmetic(
+            configuration.engine_kernel, HOST_BUILDS[configuration.engine_kernel].machine, "UNKNOWN"
+        )
     return _Arithmetic("ggml-cpu", platform.machine(), "UNKNOWN")
 
 

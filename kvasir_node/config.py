@@ -15,12 +15,12 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import is_node_id
-from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, RANKS, WORKERS_MAX, Rank
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, RANKS, WORKERS_MAX, Kernel, Rank
 
 FILE_SIZE_MAX: Final = 1 << 20
 """Bytes of the largest `kvasir.toml`."""
@@ -234,11 +234,12 @@ class Configuration:
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
     )
-    engine_kernel: Literal["ggml-cpu", "opencl", "emulated-f16"] = _key(
+    engine_kernel: Kernel = _key(  # noqa: RUF009 - a frozen key, as every other one
         "engine.kernel",
-        _choice("ggml-cpu", "opencl", "emulated-f16"),
+        _choice(*get_args(Kernel)),
         "ggml-cpu",
-        "what this node computes experts with; emulated-f16 adds in F16, slowly, to show what becomes of it",
+        "what this node computes experts with; emulated-f16 adds in F16, slowly, to show what becomes of it; "
+        "ggml-neon-v8.6 and the like are ggml for other instruction sets, which 'make backends' builds",
     )
     engine_kernel_device: str = _key(
         "engine.kernel_device",

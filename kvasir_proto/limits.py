@@ -89,9 +89,17 @@ EndReason: TypeAlias = Literal["length", "end_of_text", "cancelled", "failed"]
 """Why a session is over."""
 Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
 """The worst precision a backend measurably adds in, in one word."""
-Kernel: TypeAlias = Literal["ggml-cpu", "opencl", "emulated-f16"]
-"""What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, or numpy that
-adds in F16 to show what the swarm makes of such a node."""
+Kernel: TypeAlias = Literal[
+    "ggml-cpu",
+    "opencl",
+    "emulated-f16",
+    "ggml-neon-v8.0",
+    "ggml-neon-v8.6",
+    "ggml-sse2",
+    "ggml-avx2",
+]
+"""What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, numpy that
+adds in F16 to show what the swarm makes of such a node, or ggml's CPU kernels for another instruction set."""
 Rank: TypeAlias = Literal["backbone", "output", "bulk"]
 """A place in the forward pass that a node can fill."""
 RANKS: Final[tuple[Rank, ...]] = ("backbone", "output", "bulk")

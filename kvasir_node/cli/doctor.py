@@ -14,7 +14,7 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,9 +27,11 @@ from kvasir_node.cli.output import json_option, print_json, print_table
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.config import Configuration
 from kvasir_node.control import request_status
+from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.locations import Locations
 from kvasir_node.model.store import SPARE_BYTES, ModelStore
 from kvasir_proto.errors import DaemonUnreachable, KvasirError, NotRunning
+from kvasir_proto.limits import Kernel
 
 if TYPE_CHECKING:
     from kvasir_node.ggml_devices import GgmlDevice
@@ -54,6 +56,7 @@ _SIGNS_OF_HARDWARE: Final = {
 
 _GPU_GUIDE: Final = "docs/how-to/gpu.md"
 _OPENCL_GUIDE: Final = "docs/how-to/opencl.md"
+_KERNEL_HOSTS_GUIDE: Final = "docs/how-to/kernel-hosts.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def run_checks(session: CommandSession) -> Iterator[Check]:
     yield Check("configuration", True, str(locations.config_file))
     yield _guarded("devices", lambda: _devices(configuration.engine_device))
     yield _guarded("opencl", lambda: _opencl(configuration))
+    yield _guarded("kernel hosts", lambda: check_kernel_hosts(configuration.engine_kernel, built_hosts()))
     yield _guarded("home", lambda: check_home(locations))
     yield _guarded("disk", lambda: check_disk(locations))
     daemon = _guarded("daemon", lambda: _daemon(locations))
@@ -232,6 +236,19 @@ def check_opencl(wanted: str | None, devices: Sequence[OpenClDevice]) -> Check:
         return Check("opencl", False, str(error), f"set engine.kernel_device, or see {_OPENCL_GUIDE}")
     found[chosen.number] += ": the experts'"
     return Check("opencl", True, "; ".join(found))
+
+
+def check_kernel_hosts(wanted: Kernel, reasons: Mapping[Kernel, str]) -> Check:
+    """Which builds of ggml for other instruction sets can be started; ``reasons`` say why others cannot.
+
+    Wrong is only one that is to compute experts and cannot.
+    """
+    if reasons.get(wanted):
+        return Check(
+            "kernel hosts", False, reasons[wanted], f"set engine.kernel, or see {_KERNEL_HOSTS_GUIDE}"
+        )
+    found = [f"{name}: the experts'" if name == wanted else name for name, why in reasons.items() if not why]
+    return Check("kernel hosts", True, "; ".join(found) or "none is built")
 
 
 def check_cpu(machine: str, features: frozenset[str]) -> Check:

@@ -24,7 +24,9 @@ from kvasir_node.stop_signals import held_back
 @click.option("--lan", is_flag=True, default=None, help="Find members on this LAN by mDNS, and be found.")
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option(
-    "--kernel", help="What computes experts: ggml-cpu, opencl, or emulated-f16 to see what it does."
+    "--kernel",
+    help="What computes experts: ggml-cpu, opencl, emulated-f16 to see what it does, or another instruction "
+    "set such as ggml-neon-v8.6.",
 )
 @click.option("--kernel-device", help="OpenCL device for --kernel opencl: part of its name, or its number.")
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")

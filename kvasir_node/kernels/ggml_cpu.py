@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -32,10 +32,63 @@ _CODE_OF_STATUS: Final = {  # the statuses of native/include/kvasir_native.h tha
 }
 
 
+class KernelFunctions(Protocol):
+    """The functions of `native/include/kvasir_native.h` that a kernel is made of, wherever they compute.
+
+    Those that return an integer return a status, and 0 is good. Addresses are of this process's memory.
+    """
+
+    def kernel_create(self, threads: int, n_expert: int, /) -> int | None:
+        """A handle for all the others, or None."""
+
+    def kernel_destroy(self, kernel: int, /) -> None:
+        """Free everything."""
+
+    def kernel_add_layer(self, kernel: int, layer: int, experts: Any, n_held: int, /) -> int:
+        """Declare which experts of a layer are held."""
+
+    def kernel_add_tensor(
+        self, kernel: int, layer: int, tensor: int, type_id: int, shape: Any, n_dims: int, /
+    ) -> int:
+        """Make room for a tensor of a declared layer."""
+
+    def kernel_set_expert(
+        self, kernel: int, layer: int, tensor: int, expert: int, address: int, size_bytes: int, /
+    ) -> int:
+        """Copy one held expert's bytes."""
+
+    def kernel_memory_bytes(self, kernel: int, /) -> int:
+        """Bytes of weights."""
+
+    def kernel_add_program(self, kernel: int, index: int, flat: bytes, n_steps: int, /) -> int:
+        """Add or replace a program."""
+
+    def kernel_bind(self, kernel: int, layer: int, index: int, /) -> tuple[int, int, int]:
+        """(status, width of an input row, width of an output row)."""
+
+    def kernel_compute(
+        self,
+        kernel: int,
+        layer: int,
+        index: int,
+        n_rows: int,
+        n_pairs: int,
+        x_address: int,
+        row_of_pair_address: int,
+        expert_of_pair_address: int,
+        out_address: int,
+        /,
+    ) -> int:
+        """Check everything, then compute."""
+
+    def kernel_error(self, kernel: int, /) -> str:
+        """A sentence about the last call that was not good."""
+
+
 class GgmlCpuKernel:
     """A shard's experts in ggml's memory. See `port.ExpertKernel` for what each call guarantees."""
 
-    backend = "ggml-cpu"
+    backend: str = "ggml-cpu"
 
     def __init__(
         self,
@@ -43,13 +96,15 @@ class GgmlCpuKernel:
         shard: ShardSet,
         read: Callable[[str, int], bytes | bytearray | memoryview],
         threads: int = 1,
+        functions: KernelFunctions | None = None,
     ) -> None:
         """Load `shard`. `read(tensor name, expert)` gives one expert's slice of a tensor, already verified.
 
+        Without `functions` those of this process's native library compute.
         Raises `EngineFailed` without memory or for a tensor type ggml's CPU backend cannot compute with,
         `LocalProtocolError` for a shard that is not of this model, and whatever `read` raises.
         """
-        self._native = load()
+        self._native: KernelFunctions = load() if functions is None else functions
         self._manifest = manifest
         self._shard = shard
         self._indices: dict[ExpertProgram, int] = {}

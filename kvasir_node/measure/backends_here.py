@@ -14,6 +14,7 @@ from typing import Final, get_args
 
 from kvasir_node.certification.synthetic_model import MakeKernel
 from kvasir_node.kernels.choice import make_kernel
+from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.kernels.opencl import Accumulator as OpenClSums
 from kvasir_node.kernels.opencl import OpenClKernel
 from kvasir_node.kernels.opencl_devices import OpenClDevice, devices_seen_by_child
@@ -51,10 +52,13 @@ def backends_here(
     except ConfigurationInvalid as error:
         say(f"no OpenCL backend: {error}")
         devices = ()
+    reasons = built_hosts()
     found: list[Backend] = []
     for name in get_args(Kernel):
         if name == _WITH_DEVICES:
             found += [_on_device(device, devices, OpenClSums.F32, threads) for device in devices]
+        elif reasons.get(name):
+            say(f"no {name}: {reasons[name]}")
         else:
             found.append(Backend(name, name in _EMULATED_KERNELS, _named(name, threads)))
     found += [

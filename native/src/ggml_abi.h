@@ -2,8 +2,8 @@
 //
 // Some of them (buffer type, buffer, backend, device, registry) are internal to ggml and in no shipped
 // header; all are declared here so that the library compiles without ggml's sources and links to nothing of
-// it. ggml_symbols.cpp fills the function table from the copy that is loaded and compares these declarations
-// with live objects of that copy; nothing here may be trusted before it has.
+// it. ggml_symbols.cpp fills the function table from the copy that is loaded, and ggml_proof.cpp compares these
+// declarations with live objects of that copy; nothing here may be trusted before it has.
 #pragma once
 
 #include <cstddef>

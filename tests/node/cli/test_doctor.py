@@ -13,6 +13,7 @@ import pytest
 from kvasir_node.cli import doctor, main
 from kvasir_node.ggml_devices import GgmlDevice
 from kvasir_node.locations import locate
+from kvasir_proto.limits import Kernel
 
 
 def run_doctor(
@@ -145,6 +146,16 @@ def test_devices_are_named_with_why_one_is_not_used(
     assert all(each in check.found for each in found)
     assert remedy in check.remedy
     assert bool(check.remedy) is bool(remedy)
+
+
+def test_kernel_hosts_are_wrong_only_where_one_is_wanted_and_cannot_be_started() -> None:
+    reasons: dict[Kernel, str] = {"ggml-sse2": "", "ggml-avx2": "it is not built here"}
+    assert doctor.check_kernel_hosts("ggml-cpu", reasons) == doctor.Check("kernel hosts", True, "ggml-sse2")
+    assert doctor.check_kernel_hosts("ggml-sse2", reasons).found == "ggml-sse2: the experts'"
+    missing = doctor.check_kernel_hosts("ggml-avx2", reasons)
+    assert (missing.ok, missing.found) == (False, "it is not built here")
+    assert (Path(__file__).parents[3] / missing.remedy.split()[-1]).is_file()
+    assert doctor.check_kernel_hosts("opencl", {"ggml-avx2": "no"}).found == "none is built"
 
 
 @pytest.mark.parametrize("now_s, ok", [(0.0, False), (1.8e9, True), (float("nan"), False)])
