@@ -90,6 +90,13 @@ def has_flips(activation: str) -> bool:
     return activation in _FLIPS_A_ROW
 
 
+def flip_chance(activation: str, n_ff: int) -> float:
+    """The most often that honest kernels give a row with a hidden value that fell the other way; 0 for a
+    format in which none can.
+    """
+    return -math.expm1(-_FLIPS_A_ROW.get(activation, 0.0) * n_ff / _ROUNDED_GATE_N_FF)
+
+
 def flips_max(activation: str, n_rows: int, n_ff: int) -> int:
     """The most of `n_rows` rows in which honest kernels have a hidden value that fell the other way, but for
     once in a million.

@@ -169,6 +169,10 @@ class ReferenceKernel:
             results[mine] = self._run(layer, self._programs[program_index], expert, x[row_of_pair[mine]])
         return results
 
+    def weight(self, layer: int, suffix: str, expert: int) -> npt.NDArray[np.float64]:
+        """The numbers of one expert's slice of a tensor that is held, [out, in] of a weight."""
+        return np.asarray(self._expanded(layer, suffix, expert), np.float64)
+
     def close(self) -> None:
         """Free the weights. Idempotent."""
         self._bytes.clear()

@@ -1,0 +1,196 @@
+"""The referee's judgement of single rows, and the liars that it is there for."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvasir_node.certification.certify import expert_program
+from kvasir_node.certification.crafted_weights import random_rows
+from kvasir_node.certification.row_referee import RowReferee
+from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts, compute
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.liars import LIES, Lie, LyingKernel, wrong_expert_of
+from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
+from kvasir_proto.audit.finding import Finding
+from kvasir_proto.errors import EngineFailed
+from kvasir_proto.ids import node_id_of
+from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp
+from tests.audited_rows import liar
+
+NODE = node_id_of(b"\1" * 32)
+SHAPE = ExpertShape(64, 64)
+N_EXPERT = 4
+
+
+def experts_of(weight_type: str = "q8_0", shape: ExpertShape = SHAPE) -> SyntheticExperts:
+    draws = np.random.default_rng(1)
+    parts = {
+        part: np.stack(
+            [random_rows(weight_type, *shape.shape_of(part)[::-1], draws) for _ in range(N_EXPERT)]
+        )
+        for part in ("gate", "up", "down")
+    }
+    return SyntheticExperts(shape, weight_type, parts)
+
+
+def rows_of(n_row: int, shape: ExpertShape = SHAPE, seed: int = 2) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n_row, shape.n_embd)).astype(np.float32)
+
+
+def judged(lie: Lie | None, expert: int = 0, n_row: int = 64) -> tuple[Finding, ...]:
+    experts = experts_of()
+    kernel = experts.load(GgmlCpuKernel if lie is None else liar(lie))
+    try:
+        for seed in (3, 2):  # twice, for what repeats its last answer
+            x = rows_of(n_row, seed=seed)
+            answers = compute(kernel, expert_program(), x, expert)
+        return RowReferee(experts.manifest, experts.read).judge(NODE, 0, expert_program(), expert, x, answers)
+    finally:
+        kernel.close()
+
+
+@pytest.mark.parametrize("weight_type", ["q8_0", "f16", "bf16", "f32", "q4_K"])
+def test_rows_of_an_honest_kernel_are_the_same_or_explained(weight_type: str) -> None:
+    shape = ExpertShape(256, 256) if weight_type == "q4_K" else SHAPE
+    experts = experts_of(weight_type, shape)
+    referee = RowReferee(experts.manifest, experts.read)
+    kernel = experts.load(GgmlCpuKernel)
+    outcomes: Counter[str] = Counter()
+    for expert in range(N_EXPERT):
+        x = rows_of(128, shape, expert)
+        answers = compute(kernel, expert_program(), x, expert)
+        found = referee.judge(NODE, 0, expert_program(), expert, x, answers)
+        outcomes.update(each.outcome for each in found)
+        assert len({each.request_digest for each in found}) == 128
+        assert all(each.excess < 1 for each in found if each.outcome == "same")
+    assert set(outcomes) <= {"same", "flipped"}
+    assert outcomes["flipped"] <= 4 * N_EXPERT * 128 * found[0].flip_chance
+    kernel.close()
+
+
+@pytest.mark.parametrize("lie", [each for each in LIES if each not in ("wrong-expert", "nan")])
+def test_every_row_of_a_liar_is_foreign(lie: Lie) -> None:
+    found = judged(lie)
+    assert {each.outcome for each in found} == {"foreign"}
+    directions = {each.slope == pytest.approx(1.01, abs=1e-4) for each in found}
+    assert directions == {lie == "scaled"}
+
+
+def test_one_wrong_expert_is_foreign_and_the_others_are_not() -> None:
+    layer, wrong = wrong_expert_of(experts_of().manifest.whole_shard())
+    assert layer == 0
+    for expert in range(N_EXPERT):
+        outcomes = {each.outcome for each in judged("wrong-expert", expert)}
+        assert outcomes == ({"foreign"} if expert == wrong else {"same"})
+
+
+def test_rows_that_are_not_finite_are_foreign_and_the_others_are_not() -> None:
+    found = judged("nan", n_row=2000)
+    not_finite = [each for each in found if math.isinf(each.residual)]
+    assert 5 < len(not_finite) < 60
+    assert {each.outcome for each in not_finite} == {"foreign"}
+    assert {each.outcome for each in found if each not in not_finite} <= {"same", "flipped"}
+
+
+def test_answers_that_are_empty_short_constant_or_of_another_row_are_foreign() -> None:
+    experts = experts_of()
+    referee = RowReferee(experts.manifest, experts.read)
+    x = rows_of(4)
+    kernel = experts.load(GgmlCpuKernel)
+    right = compute(kernel, expert_program(), x, 0)
+    kernel.close()
+    for answers in (
+        np.zeros((0, 0), np.float32),
+        np.zeros(0, np.float32),
+        right[:, :-1],
+        np.full_like(right, 0.5),
+        np.roll(right, 1, axis=0),
+        np.full_like(right, np.inf),
+    ):
+        found = referee.judge(NODE, 0, expert_program(), 0, x, answers)
+        assert [each.outcome for each in found] == ["foreign"] * 4
+    found = referee.judge(NODE, 0, expert_program(), 0, x, right[:2])
+    assert [each.outcome for each in found] == ["same", "same", "foreign", "foreign"]
+
+
+def test_where_the_referee_has_no_good_answer_nothing_is_said() -> None:
+    experts = experts_of()
+    referee = RowReferee(experts.manifest, experts.read)
+    right = np.ones((1, SHAPE.n_embd), np.float32)
+    for x in (
+        np.full((1, SHAPE.n_embd), np.nan, np.float32),
+        np.full((1, SHAPE.n_embd), 3e38, np.float32),
+        np.zeros((1, SHAPE.n_embd), np.float32),
+    ):
+        (found,) = referee.judge(NODE, 0, expert_program(), 0, x, right)
+        assert found.outcome == "void"
+    unfit = ExpertProgram((ProgramStep(StepOp.EXPERT_MATMUL, 0, tensor="ffn_gate_up_exps.weight"),), False)
+    for layer, program, expert in ((0, unfit, 0), (9, expert_program(), 0)):
+        (found,) = referee.judge(NODE, layer, program, expert, rows_of(1), right)
+        assert found.outcome == "void"
+
+
+def test_it_computes_in_the_arithmetic_that_a_node_claims() -> None:
+    experts = experts_of()
+    kernel = experts.load(
+        lambda manifest, shard, read: ReferenceKernel(
+            manifest, shard, read, Arithmetic.FLOAT32, activations="f32"
+        )
+    )
+    x = rows_of(16)
+    answers = compute(kernel, expert_program(), x, 0)
+    referee = RowReferee(experts.manifest, experts.read)
+    as_claimed = referee.judge(NODE, 0, expert_program(), 0, x, answers, activation="f32")
+    as_reference = referee.judge(NODE, 0, expert_program(), 0, x, answers)
+    assert {each.outcome for each in as_claimed} == {"same"}
+    assert {each.outcome for each in as_reference} == {"foreign"}
+    referee.close()
+
+
+def test_a_program_that_goes_on_behind_its_last_product_is_judged_by_size() -> None:
+    program = expert_program()
+    doubled = ExpertProgram(
+        (*program.steps, ProgramStep(StepOp.LINEAR, 4, params=struct.pack("<4f", 2.0, 0.0, 0.0, 0.0))), False
+    )
+    experts = experts_of("f16")
+    kernel = experts.load(GgmlCpuKernel)
+    x = rows_of(256)
+    answers = compute(kernel, doubled, x, 0)
+    kernel.close()
+    referee = RowReferee(experts.manifest, experts.read)
+    outcomes = Counter(each.outcome for each in referee.judge(NODE, 0, doubled, 0, x, answers))
+    assert set(outcomes) <= {"same", "flipped"}
+    wrong = {each.outcome for each in referee.judge(NODE, 0, doubled, 0, x, answers * np.float32(1.01))}
+    assert wrong == {"foreign"}
+
+
+def test_only_so_many_experts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = experts_of()
+    reads: list[tuple[str, int]] = []
+
+    def read(name: str, expert: int) -> memoryview:
+        reads.append((name, expert))
+        return experts.read(name, expert)
+
+    referee = RowReferee(experts.manifest, read)
+    x, right = rows_of(1), np.ones((1, SHAPE.n_embd), np.float32)
+    for _ in range(3):
+        for expert in range(N_EXPERT):
+            referee.judge(NODE, 0, expert_program(), expert, x, right)
+    assert len(reads) == 3 * N_EXPERT
+    monkeypatch.setattr("kvasir_node.certification.row_referee.KEPT_BYTES_MAX", 1)
+    for expert in range(N_EXPERT):
+        referee.judge(NODE, 0, expert_program(), expert, x, right)
+    assert len(referee._kernels) == 1
+
+
+@pytest.mark.parametrize("lie, weight_type", [("q4", "q4_K"), ("odd-blocks", "f16")])
+def test_a_lie_that_weights_cannot_have_is_refused(lie: Lie, weight_type: str) -> None:
+    experts = experts_of(weight_type, ExpertShape(256, 256))
+    with pytest.raises(EngineFailed):
+        LyingKernel(lie, experts.manifest, experts.manifest.whole_shard(), experts.read, 1)
