@@ -239,6 +239,7 @@ async def _load_trunk(
         kv_type="f32" if settings.kv_type == "f32" else "f16",
         compact_activations=settings.compact_activations,
         partial_sums=settings.partial_sums,
+        coverage_patience_ns=0,
         device=settings.device,
         rpc=rpc,
     )

@@ -59,6 +59,7 @@ _POLL_SLICE_MS: Final = 200
 COUNTED_NODES_MAX: Final = 1024
 """Nodes whose rows are counted: over the months more may come and go than hold anything at once."""
 
+_COVERAGE_POLL_S: Final = 0.02
 _NOBODY: Final = -1
 
 
@@ -384,10 +385,33 @@ class Dispatcher:
         that one which was removed or replaced is closed also where no layer call follows.
         """
         with contextlib.suppress(DecodeAborted):
-            while any(place and place.remote and place.remote.outstanding for place in self._places):
+            while self._is_owed:
                 self._advance()
             if self._changes:
                 self._apply_changes()
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether some holder has yet to answer."""
+        return any(place and place.remote and place.remote.outstanding for place in self._places)
+
+    def await_coverage(self, patience_ns: int) -> bool:
+        """Whether every expert has a holder, after waiting for that as long as there is patience.
+
+        For when a call has raised `NoHolderLeft`. Raises `DecodeAborted`, and what the check of `watched_by`
+        raises.
+        """
+        ends_ns = time.monotonic_ns() + patience_ns
+        while self.missing_experts():
+            if time.monotonic_ns() > ends_ns:
+                return False
+            if self._is_owed:
+                self._advance()
+            else:
+                self._require_wanted()
+                time.sleep(_COVERAGE_POLL_S)
+        self.settle()
+        return True
 
     def _apply_changes(self) -> None:
         with self._lock:
@@ -748,12 +772,16 @@ class Dispatcher:
         if holder.wants_to_send:
             self._poll.modify(holder.fileno(), select.POLLIN | select.POLLOUT)
 
-    def _advance(self) -> None:
-        """Wait for any connection to move, then move it; lose what is late."""
+    def _require_wanted(self) -> None:
+        """Raise `DecodeAborted`, or what the check raises, if nobody waits for this any more."""
         if self._aborted:
             raise DecodeAborted
         if self._check is not None:
             self._check()
+
+    def _advance(self) -> None:
+        """Wait for any connection to move, then move it; lose what is late."""
+        self._require_wanted()
         due, deadline_ns, sending = -1, 0, False
         for index, place in enumerate(self._places):
             if place and (remote := place.remote) and remote.outstanding:

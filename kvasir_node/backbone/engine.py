@@ -24,7 +24,13 @@ from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
 from kvasir_node.backbone.rpc_experts import RpcExperts
-from kvasir_node.backbone.session import EmittedToken, SessionOutcome, check_deadline, run_session
+from kvasir_node.backbone.session import (
+    EmittedToken,
+    SessionOutcome,
+    check_deadline,
+    decode_patiently,
+    run_session,
+)
 from kvasir_node.backbone.token_speed import measure_token_ns
 from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.channel import ControlChannel, fault_of
@@ -106,6 +112,7 @@ class BackboneEngine:
         self._manifest: ModelManifest | None = None
         self._hook: ExpertHook | None = None
         self._dispatcher: Dispatcher | None = None
+        self._coverage_patience_ns = 0
         self._trunk: Trunk | None = None
         self._layers_ns = 0
         self._is_measuring = False
@@ -237,6 +244,7 @@ class BackboneEngine:
                 hook.close()
             self._channel.send(fault_of(message.request, error, "trunk_unusable"))
             return
+        self._coverage_patience_ns = message.coverage_patience_ns
         self._manifest, self._hook, self._dispatcher, self._trunk = manifest, hook, dispatcher, trunk
         decode_token_ns = 0
         if dispatcher is not None:
@@ -301,6 +309,7 @@ class BackboneEngine:
                     message.sampling,
                     outcome=outcome,
                     check_authority=self._lease.check,
+                    await_holders=self._await_holders,
                     emit=lambda token: self._emit(message.session, token),
                     cancelled=cancelled,
                     deadline_ns=deadline_ns,
@@ -338,6 +347,13 @@ class BackboneEngine:
             check_deadline(deadline_ns)
 
         return self._dispatcher.watched_by(check)
+
+    def _await_holders(self) -> bool:
+        """Whether every expert has a holder before long, as the control process replaces a dead one."""
+        if self._dispatcher is None or not self._dispatcher.await_coverage(self._coverage_patience_ns):
+            return False
+        self._lease.check()
+        return True
 
     def _emit(self, session: SessionId, token: EmittedToken) -> None:
         epoch, term = self._lease.check()
@@ -395,7 +411,8 @@ class BackboneEngine:
                 self._lease.check()
                 layers_before_ns = self._layers_ns
                 started = time.monotonic_ns()
-                trunk.decode(message.token_ids[start : start + size], all_logits=True)
+                tokens = message.token_ids[start : start + size]
+                decode_patiently(trunk, tokens, self._await_holders, all_logits=True)
                 chunk_ns.append(time.monotonic_ns() - started)
                 layers_ns.append(self._layers_ns - layers_before_ns)
                 for index in range(size):

@@ -1,7 +1,8 @@
 """A session: one generation, from prompt to its last token, on one trunk.
 
 It decodes the prompt in chunks, samples, emits, and decodes again until a reason to stop. The lease is
-checked before each decode and before each token is emitted; an emitted token is never revised. The module
+checked before each decode and before each token is emitted; an emitted token is never revised. A decode that
+fails because an expert's last holder has died is made again, the same, once there is another. The module
 knows nothing of where experts are or to whom tokens go.
 """
 
@@ -11,12 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvasir_node.backbone.sampling import Sampler
 from kvasir_node.backbone.trunk import Trunk
-from kvasir_proto.errors import EngineFailed, UsageError
+from kvasir_proto.errors import EngineFailed, NoHolderLeft, UsageError
 from kvasir_proto.limits import EndReason
 from kvasir_proto.sampling import Sampling
+
+DECODES_MAX: Final = 4
+"""How often one ubatch is decoded: holders that come and die again may not keep a session for ever."""
 
 
 class SessionDeadlineExpired(EngineFailed):
@@ -52,14 +57,16 @@ def run_session(
     *,
     outcome: SessionOutcome,
     check_authority: Callable[[], object],
+    await_holders: Callable[[], bool],
     emit: Callable[[EmittedToken], None],
     cancelled: threading.Event,
     deadline_ns: int,
 ) -> None:
     """Generate up to ``n_tokens`` after ``prompt`` and keep ``outcome`` true at every moment.
 
-    ``check_authority`` raises when the lease has run out; ``deadline_ns`` is on the monotonic clock. Raises
-    what a decode raises, `UsageError` for a prompt that cannot be run, `SessionDeadlineExpired`.
+    ``check_authority`` raises when the lease has run out, ``await_holders`` is that of `decode_patiently`;
+    ``deadline_ns`` is on the monotonic clock. Raises what a decode raises, `UsageError` for a prompt that
+    cannot be run, `SessionDeadlineExpired`.
     """
     if not prompt:
         raise UsageError("the prompt is empty")
@@ -78,7 +85,7 @@ def run_session(
                 break
             _check(check_authority, deadline_ns)
             part = prompt[start : start + chunk]
-            trunk.decode(part, no_logits=start + chunk < len(prompt))
+            decode_patiently(trunk, part, await_holders, no_logits=start + chunk < len(prompt))
         outcome.prompt_ns = time.monotonic_ns() - started
         started = time.monotonic_ns()
         while True:
@@ -99,9 +106,28 @@ def run_session(
                 outcome.reason = "length"
                 return
             check_authority()  # emitting may have taken long
-            trunk.decode([token])
+            decode_patiently(trunk, [token], await_holders)
     finally:
         sampler.close()
+
+
+def decode_patiently(
+    trunk: Trunk, tokens: Sequence[int], await_holders: Callable[[], bool], **options: bool
+) -> None:
+    """Decode one ubatch as `Trunk.decode` does, and again where the last holder of an expert died under it.
+
+    ``await_holders`` says whether every expert has one again; what it raises passes through. Whoever reads
+    the result sees no difference: the same ubatch at the same position. Raises what a decode raises.
+    """
+    position = trunk.position
+    for attempt in range(DECODES_MAX):
+        try:
+            trunk.decode(tokens, **options)
+            return
+        except NoHolderLeft:
+            # A trunk whose states were half changed has forgotten its sequence.
+            if trunk.position != position or attempt + 1 == DECODES_MAX or not await_holders():
+                raise
 
 
 def check_deadline(deadline_ns: int) -> None:

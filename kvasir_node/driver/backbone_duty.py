@@ -32,7 +32,7 @@ from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, SessionId, node_id_of
-from kvasir_proto.instants import Instant, WallTime, between, in_seconds
+from kvasir_proto.instants import Instant, WallTime, between, in_seconds, seconds
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.membership.events import MemberChanged
 from kvasir_proto.messages.engine import (
@@ -82,6 +82,10 @@ RELEASE_TIMEOUT_S: Final = 2.0
 
 ENGINE_KEPT_S: Final = 60.0
 """How long an engine that is no standby outlives a reign: a lease is often won back."""
+
+COVERAGE_PATIENCE: Final = seconds(10)
+"""How long a session waits where the last holder of an expert has died under it. The next one is there within
+two seconds on a LAN; where it must be fetched over the internet nobody would wait so long for a token."""
 
 OWN_RETRY_S: Final = 30.0
 """Pause before experts that this node could not load are tried again."""
@@ -581,6 +585,7 @@ class BackboneDuty:
                     kv_type="f16",
                     compact_activations=self._swarm.manifest.compact_activations,
                     partial_sums=self._swarm.manifest.partial_sums,
+                    coverage_patience_ns=COVERAGE_PATIENCE,
                     device=self._settings.device,
                     rpc=None,
                 )

@@ -247,6 +247,7 @@ class LoadTrunk:
 
     With `compact_activations` rows travel to holders in the smallest wire type that changes no result. With
     `partial_sums` holders of bulk layers answer with weighted sums.
+    A session whose experts have lost their last holder waits `coverage_patience_ns` for another.
     `device` is where everything but the routed experts is computed: `none`, `auto`, or a ggml device's name.
     With `rpc`, which goes with a plain run only, llama.cpp computes the routed experts on its RPC server.
     """
@@ -262,6 +263,7 @@ class LoadTrunk:
     kv_type: Literal["f16", "f32"]
     compact_activations: bool
     partial_sums: bool
+    coverage_patience_ns: Nanoseconds
     device: Word
     rpc: RpcServer | None
 

@@ -72,6 +72,7 @@ PASS: Final = 3
 """The pass in which faults happen that are not the prompt's."""
 
 MIDDLE_LAYER: Final = 1
+COVERAGE_PATIENCE_NS: Final = 100_000_000
 SHORT_FLOOR_NS: Final = 1_000_000_000
 LONG_FLOOR_NS: Final = 60_000_000_000
 """Of holders that are not meant to be late, however busy the machine is."""
@@ -277,6 +278,7 @@ class FailureMatrix:
             kv_type="f16",
             compact_activations=False,
             partial_sums=False,
+            coverage_patience_ns=COVERAGE_PATIENCE_NS,
             device="none",
             rpc=None,
         )

@@ -400,7 +400,7 @@ async def test_a_model_on_which_the_engine_dies_is_unusable(
     use_script(tmp_path, monkeypatch, "introduce()\nchannel.receive()\nos.abort()")
     async with engine_of(tmp_path) as engine:
         request = LoadTrunk(
-            engine.next_request(), "/x", "/y", 8, 8, 1, True, "f16", False, False, "none", None
+            engine.next_request(), "/x", "/y", 8, 8, 1, True, "f16", False, False, 0, "none", None
         )
         with pytest.raises(ModelUnusable, match="killed by SIGABRT"):
             await load_trunk(engine, request)

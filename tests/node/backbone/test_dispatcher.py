@@ -420,6 +420,30 @@ def test_settling_gives_up_who_is_late(swarm: Swarm) -> None:
     assert [(node, code) for node, code, _ in swarm.lost][1:] == [(silent.node_id, "late")]
 
 
+def test_coverage_is_awaited_with_patience_and_for_whoever_still_wants_it(swarm: Swarm) -> None:
+    swarm.add(LOW, LOW, closes_at_once=True)
+    swarm.add(HIGH, HIGH)
+    with pytest.raises(NoHolderLeft):
+        swarm.dispatcher(ToyCall(IDS))
+    assert not swarm.dispatcher.await_coverage(patience_ns=1_000_000)
+
+    def check() -> None:
+        checks.append(1)
+        if len(checks) == 3:
+            swarm.add(LOW, LOW)
+
+    checks: list[int] = []
+    with swarm.dispatcher.watched_by(check):
+        assert swarm.dispatcher.await_coverage(patience_ns=60 * 10**9)
+    assert len(checks) == 3
+    swarm.run()
+
+    swarm.dispatcher.remove_holder(swarm.workers[-1].node_id, "gone")
+    swarm.dispatcher.abort()
+    with pytest.raises(DecodeAborted):
+        swarm.dispatcher.await_coverage(patience_ns=60 * 10**9)
+
+
 @pytest.fixture
 def wide_swarm() -> Iterator[Swarm]:
     """One whose requests are larger than a socket's buffers."""

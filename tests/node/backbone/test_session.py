@@ -69,6 +69,7 @@ class Run:
         self.cancelled = threading.Event()
         self.on_emit: Callable[[EmittedToken], None] = lambda _: None
         self.check: Callable[[], object] = lambda: None
+        self.await_holders: Callable[[], bool] = lambda: False
         self.deadline_ns = time.monotonic_ns() + 60 * 10**9
 
     def __call__(self, prompt: Sequence[int], n_tokens: int) -> SessionOutcome:
@@ -83,6 +84,7 @@ class Run:
             GREEDY,
             outcome=self.outcome,
             check_authority=self.check,
+            await_holders=self.await_holders,
             emit=emit,
             cancelled=self.cancelled,
             deadline_ns=self.deadline_ns,
@@ -260,6 +262,49 @@ def test_a_deadline_that_has_passed_decodes_nothing() -> None:
     with pytest.raises(SessionDeadlineExpired):
         run([1, 2, 3], 5)
     assert run.trunk.decoded == []
+
+
+def test_a_ubatch_whose_last_holder_died_is_decoded_again_once_there_is_another() -> None:
+    run = Run()
+    failures = [2, 5, 5, 6]
+
+    def fail() -> None:
+        if failures and run.trunk.position >= failures[0]:
+            failures.pop(0)
+            raise NoHolderLeft("layer 2, experts 7")
+
+    run.trunk.before_decode = fail
+    run.await_holders = lambda: True
+    run(list(range(6)), 6)
+    assert failures == []
+    assert run.outcome.tokens == [6, 7, 8, 9, 10, 11]
+    assert [each[0] for each in run.trunk.decoded] == [[0, 1, 2, 3], [4, 5], [6], [7], [8], [9], [10]]
+
+
+def test_holders_that_die_again_and_again_and_a_trunk_that_forgot_end_the_session() -> None:
+    run = Run()
+    asked = []
+
+    def fail() -> None:
+        if run.trunk.position >= 5:
+            raise NoHolderLeft("layer 2, experts 7")
+
+    run.trunk.before_decode = fail
+    run.await_holders = lambda: not asked.append(1)  # type: ignore[func-returns-value]
+    with pytest.raises(NoHolderLeft):
+        run([1, 2, 3], 100)
+    assert len(asked) == session.DECODES_MAX - 1
+
+    def fail_and_forget() -> None:
+        if run.trunk.position >= 5:
+            run.trunk.clear()
+            raise NoHolderLeft("layer 2, experts 7")
+
+    run.trunk.before_decode = fail_and_forget
+    asked.clear()
+    with pytest.raises(NoHolderLeft):
+        run([1, 2, 3], 100)
+    assert asked == []
 
 
 def test_what_a_decode_raises_passes_through_and_the_outcome_stays_true() -> None:
