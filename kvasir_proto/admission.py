@@ -30,7 +30,7 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Effect, Now, Persist, Publish, Send
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, NodeIdField, SwarmDigest, SwarmDigestField, node_id_of, public_key_of
-from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds, sooner
+from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds
 from kvasir_proto.limits import (
     Address,
     Digest,
@@ -544,7 +544,11 @@ class AdmissionBook:
 
     def next_deadline(self) -> Instant | None:
         """When `tick` has something to do."""
-        return sooner(sooner(self._ask_at, self._caught_up_at), self._compare_at)
+        deadline = self._compare_at
+        for due in (self._ask_at, self._caught_up_at):
+            if due is not None and due < deadline:
+                deadline = due
+        return deadline
 
     def drain(self) -> list[Effect | AdmissionEvent]:
         """What is to be done, in order, each once."""

@@ -76,18 +76,22 @@ class _Number:
     """An integer or a finite float within its range."""
 
     type: type[int] | type[float]
-    bounds: Range
+    low: int | float
+    high: int | float
 
     def pack(self, value: Any) -> Any:
-        if self.type is float and type(value) is int:
-            value = float(value) if abs(value) < 1 << 53 else _out_of_bounds("is too large")
+        if type(value) is int:
+            if self.type is int and self.low <= value <= self.high:
+                return value  # nearly all numbers, at the price of one call
+            if self.type is float:
+                value = float(value) if abs(value) < 1 << 53 else _out_of_bounds("is too large")
         return self.unpack(value)
 
     def unpack(self, value: Any) -> Any:
         if type(value) is not self.type:
             _wrong_type(value, self.type.__name__)
-        if not self.bounds.low <= value <= self.bounds.high:  # also refuses NaN
-            _out_of_bounds(f"is {value:.17g} and must be from {self.bounds.low} to {self.bounds.high}")
+        if not self.low <= value <= self.high:  # also refuses NaN
+            _out_of_bounds(f"is {value:.17g} and must be from {self.low} to {self.high}")
         return value
 
 
@@ -120,13 +124,15 @@ class _Text:
     """A text or a byte string within its length and its further checks."""
 
     type: type[str] | type[bytes]
-    bounds: Length
+    low: int
+    high: int
     checks: tuple[Check, ...]
 
     def pack(self, value: Any) -> Any:
         if type(value) is not self.type:
             _wrong_type(value, self.type.__name__)
-        _require_length(value, self.bounds)
+        if not self.low <= len(value) <= self.high:
+            _wrong_length(value, self.low, self.high)
         for check in self.checks:
             if not check.holds(value):
                 _out_of_bounds(f"is not {check.what}")
@@ -153,18 +159,21 @@ class _Series:
     """A tuple of any number of equals: a list on the wire."""
 
     inner: _Checker
-    bounds: Length
+    low: int
+    high: int
 
     def pack(self, value: Any) -> Any:
         if type(value) is not tuple:
             _wrong_type(value, "tuple")
-        _require_length(value, self.bounds)
+        if not self.low <= len(value) <= self.high:
+            _wrong_length(value, self.low, self.high)
         return [self.inner.pack(item) for item in value]
 
     def unpack(self, value: Any) -> Any:
         if type(value) is not list:
             _wrong_type(value, "a list")
-        _require_length(value, self.bounds)
+        if not self.low <= len(value) <= self.high:
+            _wrong_length(value, self.low, self.high)
         return tuple([self.inner.unpack(item) for item in value])
 
 
@@ -179,11 +188,12 @@ class _Record:
         if type(value) is not self.type:
             _wrong_type(value, self.type.__name__)
         packed = {}
-        for name, checker in self.fields:
-            try:
+        name = ""
+        try:
+            for name, checker in self.fields:
                 packed[name] = checker.pack(getattr(value, name))
-            except _Unfit as unfit:
-                raise unfit.within(name) from None
+        except _Unfit as unfit:
+            raise unfit.within(name) from None
         return packed
 
     def unpack(self, value: Any) -> Any:
@@ -200,9 +210,8 @@ class _Record:
         return self.type(*arguments)
 
 
-def _require_length(value: Any, bounds: Length) -> None:
-    if not bounds.low <= len(value) <= bounds.high:
-        _out_of_bounds(f"has length {len(value)} and must have from {bounds.low} to {bounds.high}")
+def _wrong_length(value: Any, low: int, high: int) -> NoReturn:
+    _out_of_bounds(f"has length {len(value)} and must have from {low} to {high}")
 
 
 # --- compiling declarations ---------------------------------------------------------------------------------
@@ -232,10 +241,12 @@ def _compile(annotation: Any) -> _Checker:
     if annotation is bool:
         return _Truth()
     if annotation is int or annotation is float:
-        return _Number(annotation, _the_one(Range, constraints))
+        bounds = _the_one(Range, constraints)
+        return _Number(annotation, bounds.low, bounds.high)
     if annotation is str or annotation is bytes:
         checks = tuple(c for c in constraints if isinstance(c, Check))
-        return _Text(annotation, _the_one(Length, constraints), checks)
+        length = _the_one(Length, constraints)
+        return _Text(annotation, length.low, length.high, checks)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return _checker_of(annotation)
 
@@ -243,7 +254,8 @@ def _compile(annotation: Any) -> _Checker:
     if origin is Literal and all(type(text) is str for text in arguments):
         return _Choice(arguments)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _Series(_compile(arguments[0]), _the_one(Length, constraints))
+        length = _the_one(Length, constraints)
+        return _Series(_compile(arguments[0]), length.low, length.high)
     if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
         return _Maybe(_compile(arguments[0]))
     raise TypeError(f"a message cannot hold {annotation}")
@@ -281,7 +293,7 @@ def _schema_of(family: Family[Any]) -> _Schema:
 
 def _measure(checker: _Checker, lists: list[int], maps: list[int]) -> None:
     if isinstance(checker, _Series):
-        lists.append(checker.bounds.high)
+        lists.append(checker.high)
         _measure(checker.inner, lists, maps)
     elif isinstance(checker, _Maybe):
         _measure(checker.inner, lists, maps)

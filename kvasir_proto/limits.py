@@ -166,6 +166,8 @@ def as_sentence(text: str) -> str:
     For errors on their way out: reporting a failure must not be a second failure, and a file or a stranger
     that is quoted must not write on a terminal.
     """
+    if len(text) <= SENTENCE_LENGTH_MAX and text.isprintable():
+        return text
     encodable = text.encode("utf-8", "replace").decode("utf-8")
     clean = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in encodable)
     if len(clean) <= SENTENCE_LENGTH_MAX:

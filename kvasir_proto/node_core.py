@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -60,7 +60,7 @@ from kvasir_proto.election.states import Role
 from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.instants import Duration, Instant, after, between, in_seconds, milliseconds, sooner
+from kvasir_proto.instants import Duration, Instant, after, between, in_seconds, milliseconds
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
@@ -137,8 +137,8 @@ INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
 INTRODUCED_MAX: Final = 4096
 """Nodes of which it is remembered when they were shown it; those shown longest ago are shown it again."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
-"""How often it is looked at while an elector is not alive: it counts how long. And how often somebody is
-asked who the backbone is, while this node knows none that lives.
+"""How often the backbone looks whether an electorate was made, and how often somebody is asked who the
+backbone is, while this node knows none that lives.
 """
 
 
@@ -310,6 +310,8 @@ _SUBSTANCE: Final = attrgetter(
     *(each.name for each in fields(CapabilityRecord) if each.name not in ("sequence", "expires"))
 )
 """All that a record says but its number and its time."""
+_EFFECTS: Final = frozenset(get_args(Effect))
+"""What no other core hears of."""
 _HEARD_FROM_ANYBODY: Final = (*RECORD_MESSAGES, *ADMISSION_MESSAGES)
 _NOT_NEEDED: Final = "the plan needs nothing of it"
 
@@ -321,7 +323,10 @@ class _Standing:
     record: CapabilityRecord
     rank: CandidateRank | None
     """Among candidates for backbone; None when it is none."""
+    is_live: bool
+    """Whether membership says that it is there."""
     is_absent: bool = False
+    """It was there, and went."""
     holding: ShardSet = _NOTHING
     """What it has said, as a holder of our plan, that it serves."""
     room_bytes: int | None = None
@@ -408,6 +413,12 @@ class NodeCore:
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()
         self._steadiness = Steadiness()
+        self._drains: tuple[Callable[[], Sequence[Effect | NodeEvent]], ...] = (
+            self._membership.drain,
+            self._admission.drain,
+            self._book.drain,
+            self._election.drain,
+        )
         self._deadlines = (
             self._admission.next_deadline,
             self._book.next_deadline,
@@ -444,6 +455,7 @@ class NodeCore:
         self._admission_failure = ""
         self._compared_at = Instant(now.instant - COMPARE_SPACING)
         self._needed: frozenset[NodeId] = frozenset()
+        self._electors: frozenset[NodeId] = frozenset()
         self._absent_since: dict[NodeId, Instant] = {}
         self._note_electors(now)
         self._settle(now)
@@ -581,7 +593,8 @@ class NodeCore:
                 if due is not None and (deadline is None or due < deadline):
                     deadline = due
             self._deadline, self._is_deadline_known = deadline, True
-        return sooner(self._membership.next_deadline(), self._deadline)
+        due, others = self._membership.next_deadline(), self._deadline
+        return others if due is None or (others is not None and others < due) else due
 
     def drain(self) -> list[Effect | NodeEvent]:
         """What is to be done and told, in order, each once."""
@@ -750,39 +763,36 @@ class NodeCore:
     def _settle_membership(self, now: Now) -> None:
         """As `_settle`, where nobody but membership was asked: mostly it only has something to send."""
         output = self._membership.drain()
-        self._effects += self._introducing(output, now)
-        news = [each for each in output if type(each) is not Send]
-        for each in news:
-            self._hear(each, now)
-        if news:
+        if output and self._take_in(output, now):
             self._settle(now)
 
     def _settle(self, now: Now) -> None:
         """Pass on what the cores say until none has more to say."""
         self._is_deadline_known = False
-        while True:
-            outputs = (
-                self._membership.drain(),
-                self._admission.drain(),
-                self._book.drain(),
-                self._election.drain(),
-            )
-            is_quiet = True
-            for output in outputs:
-                self._effects += self._introducing(output, now)
-                for each in output:
-                    if type(each) is not Send:
-                        is_quiet = False
-                        self._hear(each, now)
-            plans = self._placement.drain()
-            for due in plans:
+        is_settled = False
+        while not is_settled:
+            is_settled = True
+            for drain in self._drains:
+                output = drain()
+                if output and self._take_in(output, now):
+                    is_settled = False
+            for due in self._placement.drain():
                 if isinstance(due, PlanDue):
                     self._issue(due.plan, now)
+                    is_settled = False
                 else:
                     self._effects.append(due)
-            self._effects += self._introducing(self._offers.drain(), now)
-            if is_quiet and not plans:
-                return
+            offers = self._offers.drain()
+            if offers:
+                self._effects += self._introducing(offers, now)
+
+    def _take_in(self, output: Sequence[Effect | NodeEvent], now: Now) -> bool:
+        """Write down what a core asks for and tells, and let the others hear of it; whether any had to."""
+        self._effects += self._introducing(output, now)
+        events = [each for each in output if type(each) not in _EFFECTS]
+        for each in events:
+            self._hear(each, now)
+        return bool(events)
 
     def _hear(self, event: Effect | NodeEvent, now: Now) -> None:
         match event:
@@ -830,6 +840,7 @@ class NodeCore:
 
     def _note_electors(self, now: Now) -> None:
         members = self._election.electorate.members
+        self._electors = frozenset(map(node_id_of, members))
         self._admission.command(KnowElectors(members, self._election.former_electors), now)
         if self._admission.is_waiting:
             self._compare_revocations(tuple(node_id_of(each) for each in members), now)
@@ -848,9 +859,11 @@ class NodeCore:
         self._book.command(NoteLive(event.node_id, is_live), now)
         if is_live and standing is not None and standing.is_absent:
             self._compare_revocations((event.node_id,), now)
-        if standing is not None:
+        stands_anew = standing is not None and standing.is_live != is_live and _stands(standing)
+        if standing is not None and standing.is_live != is_live:
+            standing.is_live = is_live
             self._forget_ranking(standing)
-        if event.state in ("alive", "suspect"):
+        if is_live:
             if standing is not None:
                 standing.is_absent = False
                 if not len(standing.holding):
@@ -865,7 +878,7 @@ class NodeCore:
             self._election.command(SuspectBackbone(event.node_id), now)
         if standing is not None or fence is None or fence.backbone == event.node_id:
             # Nothing else follows from who never said what it is.
-            self._note_change(now.instant)
+            self._note_what_follows(event.node_id, stands_anew, now.instant)
 
     def _hear_of_hint(self, hint: RecordHint, now: Now) -> None:
         known = self._book.record_of(hint.node_id)
@@ -881,6 +894,7 @@ class NodeCore:
             before.record = event.record
             self._tell_membership(event.node_id, event.record, event.digest, now)
             return
+        stands_anew = before is None or _stands(before)
         if event.record is None:
             self._standing.pop(event.node_id, None)
             if before is not None:
@@ -889,12 +903,15 @@ class NodeCore:
             is_candidate = may_be_backbone(event.record, self._swarm.manifest)
             rank = candidate_rank(event.record) if is_candidate else None
             if before is None:
-                standing = self._standing[event.node_id] = _Standing(event.record, rank)
+                is_live = self._is_live(event.node_id)
+                standing = self._standing[event.node_id] = _Standing(event.record, rank, is_live)
+                stands_anew = _stands(standing)
                 self._forget_ranking(standing)
                 # What it may have answered before was kept nowhere, since it was unknown what it is.
                 self._ask_again(event.node_id, now.instant)
             else:
-                if _ranking(before.record) != _ranking(event.record) or before.rank != rank:
+                stands_anew = _ranking(before.record) != _ranking(event.record) or before.rank != rank
+                if stands_anew:
                     self._live_ranks = self._live_standing = None
                 if before.record.memory_bytes != event.record.memory_bytes:
                     before.room_bytes = None
@@ -903,7 +920,23 @@ class NodeCore:
                     # It started again before anybody missed it: what it served is gone.
                     self._ask_again(event.node_id, now.instant)
             self._tell_membership(event.node_id, event.record, event.digest, now)
-        self._note_change(now.instant)
+        self._note_what_follows(event.node_id, stands_anew, now.instant)
+
+    def _note_what_follows(self, node_id: NodeId, stands_anew: bool, now: Instant) -> None:
+        """A member came, went or said something else: mostly that is nothing to any but the backbone.
+
+        `stands_anew` where it stands for backbone or elector, and that is what changed.
+        """
+        fence = self._election.fence
+        if (
+            fence is None
+            or stands_anew
+            or node_id == self._node_id
+            or fence.backbone in (node_id, self._node_id)
+            or node_id in self._electors
+            or not self._is_live(fence.backbone)  # and so somebody has to be asked who is it now
+        ):
+            self._note_change(now)
 
     def _tell_membership(self, node_id: NodeId, record: CapabilityRecord, digest: bytes, now: Now) -> None:
         if node_id == self._node_id:
@@ -956,8 +989,10 @@ class NodeCore:
         if members != self._known_members:
             self._known_members = members
             self._election.command(members, now)
-        if any(each != self._node_id and not self._is_live(each) for each in electors):
-            self._note_change(now.instant, WATCH_INTERVAL)
+        patience = self._options.election.dead_after
+        waits = [Duration(patience - between(since, now.instant)) for since in self._absent_since.values()]
+        if any(wait > 0 for wait in waits):
+            self._note_change(now.instant, min(wait for wait in waits if wait > 0))
         fence = self._election.fence
         named = self._plan.nodes if self._plan is not None else ()
         needed = frozenset((*electors, *named, *((fence.backbone,) if fence is not None else ())))
@@ -1023,7 +1058,7 @@ class NodeCore:
         Else it would not hear us. Gossip and hints bring it everywhere too, but not to those whom a newcomer
         meets first; it goes again, now and then, to whoever does not answer.
         """
-        if not self._is_by_invitation or not effects:
+        if not self._is_by_invitation:
             return effects
         introduced: list[Effect | NodeEvent] = []
         for each in effects:
@@ -1151,6 +1186,7 @@ class NodeCore:
         self._is_planning = False
         self._placement.command(StopPlanning(), now)
         self._offers.withdraw()
+        self._note_change(now.instant)
 
     def _places(self) -> tuple[Place, ...]:
         there = [
@@ -1355,6 +1391,11 @@ def _coarse_rtt(member: Member | None) -> int | None:
 def _says_the_same(before: CapabilityRecord, now: CapabilityRecord) -> bool:
     """Whether a record was only said again, as each is from time to time."""
     return _SUBSTANCE(before) == _SUBSTANCE(now)
+
+
+def _stands(standing: _Standing) -> bool:
+    """Whether it stands for backbone or for elector."""
+    return standing.rank is not None or standing.record.stands_for_elector
 
 
 def _ranking(record: CapabilityRecord) -> tuple[bool, CandidateRank]:

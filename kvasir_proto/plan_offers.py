@@ -124,6 +124,8 @@ class PlanOffers:
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next."""
+        if not self._offers:
+            return None
         return min((each.due for each in self._offers.values() if not each.is_answered), default=None)
 
     def drain(self) -> list[Send]:

@@ -51,7 +51,7 @@ class QuarantineTable:
 
     def next_end(self) -> Instant | None:
         """When `let_go` has something to do next."""
-        return min((each.until for each in self._rows.values()), default=None)
+        return min(each.until for each in self._rows.values()) if self._rows else None
 
     def rows(self) -> tuple[Quarantined, ...]:
         """All of them, in order of their ids."""

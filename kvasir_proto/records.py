@@ -78,9 +78,10 @@ class RecordOptions:
     """A change goes out after U(1/2, 1) * (min + n * this), and changes meanwhile with it: a plan that
     changes every record at once makes at most 2 / this a second."""
     quiet_delay_per_member: Duration
-    """After n * this a change goes out that nobody acts on: which plan gave a node what it holds, or what it
-    calls its state. All members have those at once, each time that a plan moves an expert or a backbone
-    changes: they make 1 / this a second at most."""
+    """After n * this a change goes out that nobody acts on: what a node holds, as long as it is something, or
+    what it calls its state. Many members have those at once, each time that a plan moves experts or a
+    backbone changes: they make 1 / this a second at most. Which plan gave a node the same as before waits for
+    the next time that its record is said again."""
     persist_interval: Duration
     """How long the numbers of others that are gone may wait for the disk; ours never do."""
     fetch_delay: Duration
@@ -287,18 +288,22 @@ class _Wanted:
     deadline: Instant
 
 
-def _has_changed_quietly(before: CapabilityRecord, now: CapabilityRecord) -> bool:
-    """Whether all that changed is which plan gave the node what it holds, and how it calls its own state."""
+def _is_of_another_plan(before: CapabilityRecord, now: CapabilityRecord) -> bool:
+    """Whether all that changed is which plan gave the node what it holds."""
     old, new = before.held, now.held
-    is_same_shard = old is new or (
-        old is not None
-        and new is not None
-        and new.ranges is not None
-        and (old.n_pairs, old.ranges) == (new.n_pairs, new.ranges)
-    )
-    if not is_same_shard:
+    if old is None or new is None or new.ranges is None:
         return False
-    return replace(before, held=new, state=now.state, reason=now.reason) == now
+    return (old.n_pairs, old.ranges) == (new.n_pairs, new.ranges) and replace(before, held=new) == now
+
+
+def _has_changed_quietly(before: CapabilityRecord, now: CapabilityRecord) -> bool:
+    """Whether all that changed is what the node holds, where it goes on to hold something, and its own state.
+
+    Whoever plans hears from the holder itself what it serves; a record says it to those who come later.
+    """
+    if (before.held is None) != (now.held is None):
+        return False
+    return replace(before, held=now.held, state=now.state, reason=now.reason) == now
 
 
 class RecordBook:
@@ -467,11 +472,12 @@ class RecordBook:
     def next_deadline(self) -> Instant | None:
         """When `tick` has something to do, if nothing happens before."""
         deadline = self._publish_at
+        for due in (self._persist_at, self._ask_at):
+            if due is not None:
+                deadline = sooner(deadline, due)
         if self._wanted:
             # Everything is waited for equally long, so the one asked for first is due first.
             deadline = sooner(deadline, next(iter(self._wanted.values())).deadline)
-        if self._persist_at is not None or self._ask_at is not None:
-            deadline = sooner(deadline, sooner(self._persist_at, self._ask_at))
         if self._expiries:
             # Wall time may be set anew meanwhile; then we look too early or too late, and see.
             instant, wall = self._now
@@ -664,7 +670,7 @@ class RecordBook:
         assert self._draft is not None
         said, now = self._said, self._now.instant
         due = now
-        if said == self._draft:
+        if said == self._draft or (said is not None and _is_of_another_plan(said, self._draft)):
             due = self._refresh_at
         elif said is not None and self._is_quiet and _has_changed_quietly(said, self._draft):
             wait = Duration(len(self._heads) * self._options.quiet_delay_per_member)

@@ -64,7 +64,10 @@ class Checkers:
 
     def saw(self, real: int, node: SimNode, event: object) -> None:
         """Something happened: see whether it may."""
-        for checker, listener in self._listeners.get(type(event), ()):
+        listeners = self._listeners.get(type(event))
+        if listeners is None:
+            return
+        for checker, listener in listeners:
             evidence = listener(real, node, event)
             if evidence is not None and len(self.violations) < VIOLATIONS_MAX:
                 name = type(checker).__name__

@@ -109,7 +109,9 @@ def _tell_of_records(cores: Sequence[NodeCore]) -> None:
         book._heads = dict(heads)
         book._by_digest = dict(digests)
         core._live_ranks = core._live_standing = None
-        core._standing = {node_id: type(each)(each.record, each.rank) for node_id, each in standing.items()}
+        core._standing = {
+            node_id: type(each)(each.record, each.rank, is_live=True) for node_id, each in standing.items()
+        }
         # They did not all begin at one moment, so their records are not due at one either.
         book._refresh_at = after(book._now.instant, Duration(book._entropy.randrange(book.refresh_interval)))
         book._publish_at = book._refresh_at

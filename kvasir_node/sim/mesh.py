@@ -156,9 +156,9 @@ class Mesh:
         if node not in self._neighbours:
             return
         best, done, network = publication.best, publication.done, self._network
-        size = len(publication.data)
+        size, is_whole = len(publication.data), network.is_whole
         for other in sorted(self._neighbours[node]):
-            if network.is_cut(node, other):
+            if not is_whole and network.is_cut(node, other):
                 continue
             self.bytes_count += size
             if other in done:

@@ -161,6 +161,11 @@ class Network:
             late += _RETRANSMISSION
         return late
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no path is cut."""
+        return self._parted == "no" and not self._cut
+
     def is_cut(self, sender: int, to: int) -> bool:
         """Whether nothing can travel from one node to the other now."""
         is_apart = self._parted != "no" and self._side[sender] != self._side[to]

@@ -42,7 +42,7 @@ from kvasir_proto.messages import Family
 from kvasir_proto.messages.core import CORE
 from kvasir_proto.node_core import LAN, NodeCore, NodeView, PlanReceived, ShardLoaded, ShardRefused
 from kvasir_proto.placement.inventory import ModelShape
-from kvasir_proto.placement.plan import PLAN
+from kvasir_proto.placement.plan import PLAN, Plan
 from kvasir_proto.records import Equivocation
 from kvasir_proto.swarm_manifest import SwarmManifest, Thresholds, open_swarm_manifest, sign_swarm_manifest
 from kvasir_proto.term_proof import VOTE, ProvenTerm, founding_electorate
@@ -155,13 +155,14 @@ class NodeCoreKit:
 
     def react(self, swarm: Swarm, node: SimNode, event: object) -> None:
         """An engine loads its shard of a new plan, or has no memory for it."""
-        if isinstance(event, ElectorateChanged):
+        if isinstance(event, PlanReceived):
+            self._load(swarm, node, event.plan)
+        elif isinstance(event, ElectorateChanged):
             self._convicted |= event.convicted
         elif isinstance(event, Equivocation):
             self._equivocated.add(event.node_id)
-        if not isinstance(event, PlanReceived):
-            return
-        plan = event.plan
+
+    def _load(self, swarm: Swarm, node: SimNode, plan: Plan) -> None:
         version = (plan.epoch, plan.term, plan.revision)
         size_bytes = MODEL.shard_size_bytes(plan.shard_of(node.node_id))
         have_bytes = memory_of(node.index)

@@ -157,7 +157,7 @@ class Simulation:
     def saw(self, real: int, node: SimNode, event: object) -> None:
         """Tell the checkers, and whoever waits for newcomers."""
         self.checkers.saw(real, node, event)
-        if self.join_times.pending_count:
+        if self.join_times.pending:
             member = self.kit.member_seen(event)
             if member is not None:
                 self.join_times.known(real, node, member)

@@ -183,16 +183,14 @@ class SimNode:
     bytes_sent: int = 0
     charges: int = 0
     """Messages of this node that a codec refused."""
+    index: int = field(init=False)
+    """Its number."""
+    node_id: NodeId = field(init=False)
+    """Its name."""
 
-    @property
-    def index(self) -> int:
-        """Its number."""
-        return self.identity.index
-
-    @property
-    def node_id(self) -> NodeId:
-        """Its name."""
-        return self.identity.node_id
+    def __post_init__(self) -> None:
+        self.index = self.identity.index
+        self.node_id = self.identity.node_id
 
     @property
     def is_honest(self) -> bool:

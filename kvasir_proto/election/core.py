@@ -47,7 +47,7 @@ from kvasir_proto.election.tenure import Tenure
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant, after
-from kvasir_proto.limits import UINT32_MAX
+from kvasir_proto.limits import ELECTORS_MAX, UINT32_MAX
 from kvasir_proto.messages.election import (
     ELECTION,
     LINKS_MAX,
@@ -512,8 +512,13 @@ class ElectionCore:
             self._failures = min(self._failures + 1, _BACKOFF_MAX)
         elif not self._elector.is_elector():
             wait = max(wait, self._pause)
-            self._pause = Duration(min(self._pause * 2, self._options.outsider_pause * 8))
+            self._pause = Duration(min(self._pause * 2, self._outsider_pause_max()))
         self._stand_soon(now, wait)
+
+    def _outsider_pause_max(self) -> Duration:
+        """Longer for those far behind: the best few are enough to find out that the electors wait for one."""
+        turns = 1 + self._position // ELECTORS_MAX
+        return Duration(self._options.outsider_pause * _BACKOFF_MAX * turns)
 
     # --- in office ------------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class ElectionOptions:
     # the best candidate is usually alone.
     step: Duration
     # A node that is no elector hears no lease requests; after `promised` it asks again no sooner than this,
-    # doubled each time up to eight times. It is woken by `SuspectBackbone`.
+    # doubled each time up to eight times, and eight more for each seven candidates before it: those of a
+    # large swarm together ask little more than those of a small one. It is woken by `SuspectBackbone`.
     outsider_pause: Duration
     # A backbone tells everybody again who it is, for those that gossip missed.
     announcement: Duration

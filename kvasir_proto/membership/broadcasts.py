@@ -53,18 +53,23 @@ class Broadcasts:
     def take(self, count: int, repeats_max: int) -> list[bytes]:
         """Up to `count` keys for one message; each is dropped once it was taken `repeats_max` times."""
         taken: list[bytes] = []
-        risen: list[tuple[bytes, int]] = []
+        risen: list[tuple[int, list[bytes]]] = []
         for level, waiting in enumerate(self._levels):
-            while waiting and len(taken) < count:
-                key, _ = waiting.popitem()
-                del self._level_of[key]
-                taken.append(key)
-                if level + 1 < repeats_max:
-                    risen.append((key, level + 1))
-            if len(taken) >= count:
-                break
-        for key, level in reversed(risen):
-            self._put(key, level)
+            wanted = min(count - len(taken), len(waiting))
+            if wanted:
+                keys = [waiting.popitem()[0] for _ in range(wanted)]
+                taken += keys
+                risen.append((level + 1, keys))
+        for level, keys in risen:
+            if level >= repeats_max:
+                for key in keys:
+                    del self._level_of[key]
+                continue
+            while len(self._levels) <= level:
+                self._levels.append({})
+            keys.reverse()
+            self._levels[level].update(dict.fromkeys(keys))
+            self._level_of.update(dict.fromkeys(keys, level))
         return taken
 
     def _put(self, key: bytes, level: int) -> None:

@@ -350,6 +350,9 @@ class MembershipCore:
 
     def _notice_pause(self, now: Now) -> None:
         """Doubt ourselves if the clock went on without us: stopped, suspended, or starved of CPU."""
+        timers = self._timers
+        if not timers or now.instant - timers[0][0] <= self._options.pause_min:
+            return  # as nearly always, also if that timer is not wanted any more
         deadline = self.next_deadline()
         if deadline is None:
             return

@@ -95,6 +95,7 @@ class Entry:
         "corrected",
         "heard_from",
         "heard_instance",
+        "is_live",
         "is_shown",
         "key",
         "last_seen",
@@ -125,6 +126,8 @@ class Entry:
         self.claim = claim
         self.heard_from = heard_from
         self.is_shown = heard_from is None
+        self.is_live = self.is_shown and claim.state in LIVE
+        """Whether it counts as a member, rather than as a tombstone or hearsay."""
         self.record_noted = 0
         self.accuser = NOBODY
         self.packed = b""
@@ -150,11 +153,6 @@ class Entry:
         self.corrected: Instant | None = None
         self.reason = ""
         self.told: tuple[MemberState, Condition] | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it counts as a member, rather than as a tombstone or hearsay."""
-        return self.is_shown and self.claim.state in LIVE
 
     @property
     def condition(self) -> Condition:
@@ -201,6 +199,8 @@ class Table:
     def __init__(self, members_max: int) -> None:
         self._members_max = members_max
         self._entries: dict[NodeId, Entry] = {}
+        self.get = self._entries.get
+        """The entry of the member with this id, if it is known."""
         self._buckets: list[dict[bytes, Entry]] = [{} for _ in range(BUCKETS)]
         self._sums = [0] * BUCKETS
         self.digests = [bytes(BUCKET_DIGEST_SIZE)] * BUCKETS
@@ -213,10 +213,6 @@ class Table:
 
     def __getitem__(self, node_id: NodeId) -> Entry:
         return self._entries[node_id]
-
-    def get(self, node_id: NodeId) -> Entry | None:
-        """The member's entry, if it is known."""
-        return self._entries.get(node_id)
 
     def with_key(self, key: bytes) -> Entry | None:
         """The entry of the member with this public key, if it is known."""
@@ -267,6 +263,7 @@ class Table:
     def show(self, entry: Entry) -> None:
         """Hearsay has turned out to be somebody."""
         entry.is_shown = True
+        entry.is_live = entry.claim.state in LIVE
         del self.hearsay[entry.node_id]
         self.live_count += 1
 
@@ -283,6 +280,7 @@ class Table:
     def _write(self, entry: Entry, claim: Claim, accuser: bytes) -> None:
         entry.accuser = accuser
         entry.claim, entry.packed, share = _written(entry.node_id, claim, accuser)
+        entry.is_live = entry.is_shown and entry.claim.state in LIVE
         if share != entry.share:
             self._sum(entry.key[0] % BUCKETS, share - entry.share)
             entry.share = share

@@ -20,7 +20,7 @@ from kvasir_proto.admission import (
 )
 from kvasir_proto.capability import RankVerdict, seal_record
 from kvasir_proto.codec import decode
-from kvasir_proto.effects import Notice
+from kvasir_proto.effects import Notice, Now
 from kvasir_proto.election.requests import LeaseHeld
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
@@ -39,6 +39,7 @@ from kvasir_proto.node_core import (
     HolderFailed,
     HolderReady,
     HolderRefused,
+    NodeCore,
     PlanReceived,
     Quarantine,
     ShardLost,
@@ -129,6 +130,42 @@ def test_a_dead_workers_experts_get_other_holders() -> None:
         return gone and view.coverage.holders_min == 2 and view.state == "ready"
 
     assert swarm.run(seconds(30), is_mended) < 10
+
+
+def test_what_an_ordinary_member_says_or_does_is_looked_at_by_its_backbone_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each node looked at everything again whenever any member changed, and found nothing."""
+    swarm = SmallSwarm(5)
+    plain = {"ranks": ("bulk",), "stands_for_elector": False, "has_backbone_file": False}
+    said, died = swarm.add(6, **plain), swarm.add(7, memory_bytes=0, **plain)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(20))
+    (backbone,) = backbones(swarm)
+    reviewed: list[NodeId] = []
+    review = NodeCore._review
+
+    def counted(core: NodeCore, now: Now) -> None:
+        reviewed.append(core.node_id)
+        review(core, now)
+
+    monkeypatch.setattr(NodeCore, "_review", counted)
+    swarm.run(seconds(5))
+    assert not reviewed, "nothing happens"
+    assert said.core is not None
+    said.core.command(Describe(replace(said.capability, device="another")), swarm.now())
+    swarm._do(said)
+    swarm.run(seconds(5))
+    assert set(reviewed) == {said.node_id, backbone.node_id}
+    reviewed.clear()
+    swarm.kill(died)
+    swarm.run(seconds(20))
+    assert set(reviewed) == {backbone.node_id}
+    reviewed.clear()
+    swarm.kill(next(each for each in swarm.nodes.values() if each not in (backbone, said, died)))
+    swarm.run(seconds(10))
+    alive = {each.node_id for each in swarm.nodes.values() if each.core is not None}
+    assert set(reviewed) == alive, "all have a say in who follows an elector"
 
 
 def test_a_node_in_quarantine_gets_no_experts_until_its_time_is_over() -> None:

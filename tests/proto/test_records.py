@@ -500,10 +500,9 @@ def held_by(revision: int, n_pairs: int = 1) -> Any:
 @pytest.mark.parametrize(
     "change, state_matters, is_quiet",
     [
-        ({"held": held_by(2)}, False, True),
         ({"state": "loading", "reason": "loading 3 experts"}, False, True),
         ({"state": "loading"}, True, False),
-        ({"held": held_by(2, 3)}, False, False),
+        ({"held": held_by(2, 3)}, False, True),
         ({"held": None}, False, False),
         ({"held": held_by(2), "memory_bytes": 5}, False, False),
     ],
@@ -524,6 +523,19 @@ def test_what_nobody_acts_on_waits_for_other_news(
         ours.command(PublishOwn(record_of(US, held=held_by(3), state="ready"), False), later(30 * SECOND))
         ours.command(PublishOwn(record_of(US, held=held_by(3), state="ready"), True), later(31 * SECOND))
         assert run_until_published(ours, later(31 * SECOND)) < SECOND
+
+
+@pytest.mark.parametrize("state_matters", [False, True])
+def test_which_plan_gave_a_node_the_same_as_before_waits_for_the_next_refresh(state_matters: bool) -> None:
+    """Each plan that moves one expert gives all others what they had: they need not say so at once."""
+    ours = book(quiet_delay_per_member=20 * SECOND)
+    ours.command(PublishOwn(record_of(US, held=held_by(1, 3))), START)
+    effects_of(ours)
+    ours.command(PublishOwn(record_of(US, held=held_by(2, 3)), state_matters), later(1))
+    waited = run_until_published(ours, later(1))
+    assert 50 * SECOND < waited <= 60 * SECOND
+    (said_then,) = ours
+    assert said_then.held == held_by(2, 3)
 
 
 def test_a_change_that_is_taken_back_is_not_said() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvasir_proto.election.requests import SetCandidacy, StepDown
 from kvasir_proto.ids import NodeId, node_id_of
+from kvasir_proto.messages.election import ElectionMessage, PreVoteRequest
 from kvasir_proto.term_proof import ElectorateRule
 from tests.proto.election.adversaries import double_voter, hoarder, liar, ready_double_voter
 from tests.proto.election.swarm import IDS, Faults, Swarm, lease_ms, settled
@@ -152,6 +153,27 @@ def test_backbone_that_steps_down_is_replaced_before_its_lease_would_have_ended(
     taken = swarm.run(20_000, until=lambda: bool(swarm.backbones()))
     assert taken < 1350 * 0.9
     assert swarm.backbones()[0].node_id != IDS[0]
+
+
+def test_candidates_far_behind_ask_less_often_and_the_best_outsider_as_before() -> None:
+    """Hundreds of candidates that are no electors asked every elector every 12 s if there is a backbone."""
+    swarm = grown(1, 9)
+    near, far = (number for number in range(9) if number not in electors(swarm))
+    for number, position in ((near, 6), (far, 70)):
+        swarm.command(number, SetCandidacy(True, position))
+    swarm.run(120_000)
+    asked = {near: 0, far: 0}
+    transmit = swarm.transmit
+
+    def counted(sender: NodeId, to: NodeId, message: ElectionMessage) -> None:
+        if isinstance(message, PreVoteRequest):
+            asked[IDS.index(sender)] += 1
+        transmit(sender, to, message)
+
+    swarm.transmit = counted  # type: ignore[method-assign]
+    swarm.run(240_000)
+    assert 7 * 240 / 14 < asked[near] < 7 * 240 / 10
+    assert 0 < asked[far] < asked[near] / 5
 
 
 def test_same_seed_same_history() -> None:
