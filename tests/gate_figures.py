@@ -2,12 +2,16 @@
 
 What the gates of `kvasir_proto.tolerance` rest on: pools of 64 rows of whole experts, how far apart their
 relative L2 lie, and how many rows have a hidden value that was rounded the other way. `foreign` counts rows
-that differ by anything else: there should be none.
+that differ by anything else: there should be none. `--kernel` is another kernel than ggml's own, such as a
+kernel host's; `--processor` how the exact one rounds, and by another's rounding there are foreign rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from functools import partial
+from typing import get_args
 
 import numpy as np
 
@@ -15,8 +19,10 @@ from kvasir_node.certification.certify import expert_program
 from kvasir_node.certification.comparison import count_flips
 from kvasir_node.certification.crafted_weights import expanded, random_rows
 from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts, compute
-from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR
+from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
+from kvasir_proto.limits import Kernel
 from kvasir_proto.program import ExpertProgram
 from kvasir_proto.tolerance import EquivalenceClass, gate_of
 
@@ -38,17 +44,15 @@ CASES = (
 )
 
 
-def show(type_name: str, shape: ExpertShape, n_pool: int) -> None:
+def show(name: Kernel, processor: str, type_name: str, shape: ExpertShape, n_pool: int) -> None:
     draws = np.random.default_rng(1)
     parts = {
         part: random_rows(type_name, *shape.shape_of(part)[::-1], draws)[None]
         for part in ("gate", "up", "down")
     }
     experts = SyntheticExperts(shape, type_name, parts)
-    kernel = experts.load(GgmlCpuKernel)
-    exact = experts.load(
-        lambda manifest, shard, read: ReferenceKernel(manifest, shard, read, Arithmetic.AS_GGML)
-    )
+    kernel = experts.load(partial(make_kernel, name))
+    exact = experts.load(partial(ReferenceKernel, arithmetic=Arithmetic.AS_GGML, processor=processor))
     program = expert_program()
     hidden_program = ExpertProgram(program.steps[:3], program.input_per_slot)
     down = expanded(type_name, parts["down"][0])
@@ -71,8 +75,15 @@ def show(type_name: str, shape: ExpertShape, n_pool: int) -> None:
         f"90 % {most:.1e}   largest {largest:.1e}   gate {gate:.1e}   flipped {flipped}   foreign {foreign}\n"
     )
     sys.stdout.flush()
+    kernel.close()
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kernel", choices=get_args(Kernel), default="ggml-cpu")
+    parser.add_argument("--processor", choices=tuple(ROUNDINGS_OF_PROCESSOR), default="AVX")
+    parser.add_argument("--weight-types", default=",".join(ACTIVATIONS))
+    arguments = parser.parse_args()
     for case in CASES:
-        show(*case)
+        if case[0] in arguments.weight_types.split(","):
+            show(arguments.kernel, arguments.processor, *case)

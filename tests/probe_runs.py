@@ -2,6 +2,7 @@
 
 Every seed asks anew: other columns, other places in other experts, another weight type and batch class. The
 table says how often each kernel was called what. Status 1 when one was ever called anything but what it is.
+Without `--kernels` all are asked but those of kernel hosts, which are slow under an emulator: name them.
 With `--held-out`: what the probe says, once, of kernels it was not made with.
 """
 
@@ -11,11 +12,14 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 from kvasir_node.certification.classification import classify
 from kvasir_node.certification.crafted_weights import CRAFTED_TYPES
 from kvasir_node.certification.probe import probe_kernel
+from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.host_builds import built_hosts
 from tests.node.certification.emulated_kernels import HELD_OUT, TABLE, WIDE, Emulated
 
 BATCH_CLASSES = (1, 8, 32)
@@ -25,13 +29,29 @@ EMULATED_BATCH_CLASSES = (8, 32, 64)
 GGML = {"ggml-cpu": Emulated(GgmlCpuKernel, "F32", "F32", "")}
 
 
-def words(kernel: Emulated, seeds: range) -> Counter[str]:
+def hosts() -> dict[str, Emulated]:
+    """Real builds for other processors, those that can be started here, by weights that they add alike."""
+    found = {}
+    for name, reason in built_hosts().items():
+        if reason:
+            continue
+        make = partial(make_kernel, name)
+        alike: dict[str, tuple[str, ...]] = {"": CRAFTED_TYPES}
+        if name == "ggml-neon-v8.6":
+            alike = {"/f16": ("f16",), "/others": tuple(each for each in CRAFTED_TYPES if each != "f16")}
+        for suffix, weight_types in alike.items():
+            word = "MIXED" if suffix == "/f16" else "F32"
+            found[name + suffix] = Emulated(make, word, word, "", weight_types=weight_types)
+    return found
+
+
+def words(kernel: Emulated, seeds: range, *, knows_batches: bool) -> Counter[str]:
     """How often each word was said of a kernel, of both products together: the worse counts."""
     said: Counter[str] = Counter()
     for seed in seeds:
-        weight_type = CRAFTED_TYPES[seed % len(CRAFTED_TYPES)]
-        classes = BATCH_CLASSES if kernel.make is GgmlCpuKernel else EMULATED_BATCH_CLASSES
-        batch_class = classes[seed // len(CRAFTED_TYPES) % len(classes)]
+        weight_type = kernel.weight_types[seed % len(kernel.weight_types)]
+        classes = BATCH_CLASSES if knows_batches else EMULATED_BATCH_CLASSES
+        batch_class = classes[seed // len(kernel.weight_types) % len(classes)]
         found = {
             classify(each.figures).accumulation
             for each in probe_kernel(kernel.make, weight_type, kernel.shape, (batch_class,), seed)
@@ -54,10 +74,11 @@ def show_held_out() -> None:
                 say(f"{name:28} {weight_type:5} {each.part:5} " + " | ".join(said))
 
 
-def main(kernels: Mapping[str, Emulated]) -> int:
+def main(real: Mapping[str, Emulated], emulated: Mapping[str, Emulated], slow: Mapping[str, Emulated]) -> int:
+    kernels = {**real, **emulated, **slow}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--kernels", default=",".join(kernels), help="of " + ", ".join(kernels))
+    parser.add_argument("--kernels", default=",".join((*real, *emulated)), help="of " + ", ".join(kernels))
     parser.add_argument("--held-out", action="store_true")
     arguments = parser.parse_args()
     if arguments.held_out:
@@ -66,7 +87,7 @@ def main(kernels: Mapping[str, Emulated]) -> int:
     status = 0
     for name in arguments.kernels.split(","):
         kernel = kernels[name]
-        said = words(kernel, range(arguments.seeds))
+        said = words(kernel, range(arguments.seeds), knows_batches=name not in emulated)
         is_wrong = set(said) != {kernel.accumulation}
         status |= is_wrong
         told = ", ".join(f"{word} {count}" for word, count in sorted(said.items()))
@@ -75,4 +96,4 @@ def main(kernels: Mapping[str, Emulated]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main({**GGML, **TABLE}))
+    sys.exit(main(GGML, TABLE, hosts()))

@@ -27,7 +27,11 @@ from kvasir_node.certification.synthetic_model import (
     SyntheticExperts,
     compute,
 )
-from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
+from kvasir_node.kernels.activation_formats import (
+    ACTIVATION_FORMATS,
+    ACTIVATION_ROUNDINGS,
+    processors_of,
+)
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.capability import BATCH_CLASSES, KernelClass, worst_accumulation
 from kvasir_proto.errors import EngineFailed
@@ -263,7 +267,7 @@ class _WholeExpert:
         self._experts = SyntheticExperts(shape, weight_type, self._parts)
         self._rows = _noise(POOLED_ROWS_MIN, shape.n_embd, draws)
         self._down = expanded(weight_type, self._parts["down"][0])
-        self._exact: dict[str, tuple[Float32Array, Float32Array]] = {}
+        self._exact: dict[tuple[str, str], tuple[Float32Array, Float32Array]] = {}
         self._kernel = self._experts.load(make)
 
     @property
@@ -289,28 +293,40 @@ class _WholeExpert:
         ]
         return np.concatenate(parts)[-n_row:][np.argsort(asked[-n_row:])]
 
-    def exact(self, activation: str) -> tuple[Float32Array, Float32Array]:
-        """What an exact kernel gives that takes rows in this format, or as ggml does where it is none: the
-        rows, and its hidden ones.
+    def processor_of(self, found: Float32Array, activation: str) -> str:
+        """Of the processors on which ggml rounds this format differently, the one whose rows are nearest.
+
+        One for all rows: a kernel has one. Honest ones part in a few rows of a thousand.
+        """
+        form = _FORMATS.get(activation, ACTIVATION_FORMATS[self.weight_type])
+        distances = {
+            name: float(np.linalg.norm(found - self.exact(activation, name)[0]))
+            for name in processors_of([form])
+        }
+        return min(distances, key=distances.__getitem__)
+
+    def exact(self, activation: str, processor: str) -> tuple[Float32Array, Float32Array]:
+        """What an exact kernel gives that takes rows in this format, or as ggml does where it is none, and
+        rounds them as on this processor: the rows, and its hidden ones.
         """
         form = _FORMATS.get(activation)
-        if activation not in self._exact:
+        if (activation, processor) not in self._exact:
             kernel = self._experts.load(
                 lambda manifest, shard, read: ReferenceKernel(
-                    manifest, shard, read, Arithmetic.AS_GGML, None, form
+                    manifest, shard, read, Arithmetic.AS_GGML, None, form, processor
                 )
             )
             whole = expert_program()
             hidden = ExpertProgram(whole.steps[:3], whole.input_per_slot)
-            self._exact[activation] = (
+            self._exact[activation, processor] = (
                 compute(kernel, whole, self._rows, 0),
                 compute(kernel, hidden, self._rows, 0),
             )
-        return self._exact[activation]
+        return self._exact[activation, processor]
 
-    def flips(self, found: Float32Array, activation: str) -> FlipCount:
+    def flips(self, found: Float32Array, activation: str, processor: str) -> FlipCount:
         """The rows one by one, where they are rounded on the way."""
-        exact, hidden = self.exact(activation)
+        exact, hidden = self.exact(activation, processor)
         return count_flips(found, exact, hidden, activation, self._down)
 
 
@@ -328,6 +344,7 @@ def _certified(
     exact = EquivalenceClass(shown.activation, "F32")
     found = whole.found(batch_class)
     gate = gate_of(own, exact, whole.shape.n_embd, whole.shape.n_ff)
+    processor = whole.processor_of(found, shown.activation)
     is_judged_by_rows = gate is not None and has_flips(shown.activation)
     return CertifiedClass(
         weight_type=weight_type,
@@ -336,8 +353,8 @@ def _certified(
         repeatable=all(each.figures.repeatable for each in products),
         batch_invariant=all(each.figures.batch_invariant for each in products),
         weights_kept=min(each.figures.weights_kept for each in products),
-        comparison=compare(found, whole.exact(shown.activation)[0], gate),
-        flips=whole.flips(found, shown.activation) if is_judged_by_rows else None,
+        comparison=compare(found, whole.exact(shown.activation, processor)[0], gate),
+        flips=whole.flips(found, shown.activation, processor) if is_judged_by_rows else None,
         in_reference_class=shown.activation == ACTIVATION_FORMATS[weight_type].upper(),
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.certification.comparison import Float64Array, count_flips
-from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS
+from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS, processors_of
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.audit.finding import Finding, outcome_of
 from kvasir_proto.errors import KvasirError, ProtocolError
@@ -65,6 +65,11 @@ class _Right:
         """How often an honest kernel may have a flip."""
         return flip_chance(self.activation, self.hidden.shape[1]) if self.can_flip else 0.0
 
+    def judge(self, index: int, answer: Float32Array) -> tuple[float, float, bool]:
+        """An answer's relative L2 and slope, and whether flips explain what is over the gate."""
+        residual, slope = _distance(answer, self.rows[index])
+        return residual, slope, residual > self.gate and self.explains(index, answer, residual)
+
     def explains(self, index: int, answer: Float32Array, residual: float) -> bool:
         """Whether flips that could have happened account for what an answer differs by."""
         if not self.can_flip or not has_flips(self.activation):
@@ -100,10 +105,21 @@ class RowReferee:
         """What a node's `answers` [rows, width out] to the rows `x` [rows, width in] of one expert are.
 
         `activation` is the format in which the node claims to take rows, by the kernels' names; None is as
-        the reference class does. Answers of another shape are of no row.
+        the reference class does. Answers of another shape are of no row. An answer that ggml gives on another
+        kind of processor is as good as the usual one.
         """
+        processors = self._processors(layer, activation)
+        rights: list[_Right] = []  # by processor, and no more than some row needed
+
+        def right_on(number: int) -> _Right:
+            while len(rights) <= number:
+                processor = processors[len(rights)]
+                rights.append(self._compute(layer, program, expert, x, activation, processor))
+            return rights[number]
+
+        right: _Right | None
         try:
-            right = self._compute(layer, program, expert, x, activation)
+            right = right_on(0)
         except (KvasirError, ProtocolError, KeyError):
             right = None  # a model or program that the referee cannot compute says nothing of a node
         findings = []
@@ -117,8 +133,13 @@ class RowReferee:
                 is_sound = bool(np.isfinite(expected).all() and np.isfinite(row).all() and expected.any())
                 is_whole = answer.shape == expected.shape and bool(np.isfinite(answer).all())
                 if is_sound and is_whole:
-                    residual, slope = _distance(answer, expected)
-                    is_explained = residual > right.gate and right.explains(index, answer, residual)
+                    residual, slope, is_explained = right.judge(index, answer)
+                    for number in range(1, len(processors)):
+                        if residual <= right.gate or is_explained:
+                            break
+                        other = right_on(number).judge(index, answer)
+                        if other[0] <= right.gate or other[2]:
+                            residual, slope, is_explained = other
             outcome = outcome_of(
                 residual,
                 right.gate if right is not None else 0.0,
@@ -146,10 +167,23 @@ class RowReferee:
         while self._kernels:
             self._kernels.popitem()[1].close()
 
+    def _processors(self, layer: int, activation: str | None) -> tuple[str, ...]:
+        """Those on which ggml may round the rows of this layer's experts differently."""
+        types = (each.type.name for each in self._manifest.expert_tensors(layer))
+        formats = {ACTIVATION_FORMATS.get(each, "") for each in types} if activation is None else {activation}
+        return processors_of(sorted(each for each in formats if each in ACTIVATION_ROUNDINGS))
+
     def _compute(
-        self, layer: int, program: ExpertProgram, expert: int, x: Float32Array, activation: str | None
+        self,
+        layer: int,
+        program: ExpertProgram,
+        expert: int,
+        x: Float32Array,
+        activation: str | None,
+        processor: str,
     ) -> _Right:
         kernel = self._kernel(layer, expert, activation)
+        kernel.round_as_on(processor)
         rows = _run(kernel, layer, program, expert, x)
         last = max(i for i, step in enumerate(program.steps) if step.op is StepOp.EXPERT_MATMUL)
         before, suffix = program.steps[last].input_a, program.steps[last].tensor

@@ -1,14 +1,15 @@
 """How ggml rounds activations before it multiplies them, written out value by value.
 
-Decides nothing: it says what ggml 0.25.3 does on x86, where the type of the weights fixes the form in which
-the other factor is taken. Kernels of one equivalence class must round exactly so; kernels that do not differ
-by a hundredth, which no precision of the sum repairs. Apart from the reference kernel because probes and
+Decides nothing: it says what ggml 0.25.3 does, where the type of the weights fixes the form in which the
+other factor is taken. Kernels of one equivalence class must round exactly so; kernels that do not differ by
+a hundredth, which no precision of the sum repairs. Of Q8_0 ggml itself has three roundings, by processor:
+they part where a value lies within a last bit of a tie. Apart from the reference kernel because probes and
 other backends' tests need the formats alone. Results are what the rounded form stands for, exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -47,11 +48,36 @@ def as_q8_0(rows: Float32Array) -> Float64Array:
     """
     blocks = rows.reshape(-1, _Q8_0_BLOCK)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
-    step = largest / np.float32(127)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    quants = np.rint(blocks * inverse)
-    values: Float64Array = quants.astype(np.float64) * as_f16(step)
-    return values.reshape(rows.shape)
+    return _of_quants(np.rint(blocks * inverse), largest).reshape(rows.shape)
+
+
+def as_q8_0_on_arm(rows: Float32Array) -> Float64Array:
+    """As `as_q8_0`, but with the reciprocal of the step, which has been rounded itself: ggml with NEON."""
+    blocks = rows.reshape(-1, _Q8_0_BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    return _of_quants(np.rint(blocks * _inverse_of_step(largest)), largest).reshape(rows.shape)
+
+
+def as_q8_0_in_plain_c(rows: Float32Array) -> Float64Array:
+    """As `as_q8_0_on_arm`, with ties away from zero: ggml where it has no vectors, as on x86 before AVX."""
+    blocks = rows.reshape(-1, _Q8_0_BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scaled = (blocks * _inverse_of_step(largest)).astype(np.float64)
+    quants = np.trunc(scaled + np.copysign(0.5, scaled))
+    return _of_quants(quants, largest).reshape(rows.shape)
+
+
+def _inverse_of_step(largest: Float32Array) -> Float32Array:
+    step = largest / np.float32(127)
+    inverse: Float32Array = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step > 0)
+    return inverse
+
+
+def _of_quants(quants: npt.NDArray[np.floating], largest: Float32Array) -> Float64Array:
+    """What quants of blocks stand for whose largest values are these."""
+    values: Float64Array = quants.astype(np.float64) * as_f16(largest / np.float32(127))
+    return values
 
 
 def as_q8_k(rows: Float32Array) -> Float64Array:
@@ -69,7 +95,28 @@ def as_q8_k(rows: Float32Array) -> Float64Array:
 ACTIVATION_ROUNDINGS: Final[Mapping[str, Callable[[Float32Array], Float64Array]]] = MappingProxyType(
     {"f32": as_f32, "f16": as_f16, "bf16": as_bf16, "q8_0": as_q8_0, "q8_K": as_q8_k}
 )
-"""What each activation format makes of F32 rows, by the format's name."""
+"""What each activation format makes of F32 rows, by the format's name, as ggml on x86 with AVX."""
+
+ROUNDINGS_OF_PROCESSOR: Final[Mapping[str, Mapping[str, Callable[[Float32Array], Float64Array]]]] = (
+    MappingProxyType(
+        {
+            "AVX": ACTIVATION_ROUNDINGS,
+            "NEON": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_on_arm}),
+            "plain C": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_in_plain_c}),
+        }
+    )
+)
+"""The same by what ggml was compiled for, the usual one first. Each is as good a member of its class."""
+
+
+def processors_of(formats: Iterable[str]) -> tuple[str, ...]:
+    """Those that round one of these formats as no earlier one does, the usual one first."""
+    seen: dict[tuple[object, ...], str] = {}
+    names = tuple(formats)
+    for processor, roundings in ROUNDINGS_OF_PROCESSOR.items():
+        seen.setdefault(tuple(roundings[name] for name in names), processor)
+    return tuple(seen.values())
+
 
 _Q8_0_WEIGHTS: Final = ("q4_0", "q5_0", "q8_0", "iq4_nl", "mxfp4", "nvfp4", "q1_0", "q2_0")
 _Q8_K_WEIGHTS: Final = (

@@ -18,7 +18,10 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
 from kvasir_node.kernels.accumulators import Accumulator
-from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS
+from kvasir_node.kernels.activation_formats import (
+    ACTIVATION_FORMATS,
+    ROUNDINGS_OF_PROCESSOR,
+)
 from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_node.kernels.expert_functions import Rows, glu, unary
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, RemoteProtocolError
@@ -59,11 +62,13 @@ class ReferenceKernel:
         arithmetic: Arithmetic = Arithmetic.FLOAT64,
         accumulator: Accumulator | None = None,
         activations: str | None = None,
+        processor: str = "AVX",
     ) -> None:
         """Load `shard`. `read(tensor name, expert)` gives one expert's slice of a tensor, already verified.
 
         Matrix products are added up by `accumulator` if there is one, else exactly as `arithmetic` allows.
         With `activations`, a name of `ACTIVATION_ROUNDINGS`, every product takes its rows in that format.
+        Formats are rounded as ggml does on `processor`, a name of `ROUNDINGS_OF_PROCESSOR`.
 
         Raises `EngineFailed` for a tensor type that cannot be expanded, or has no activation format where
         one is needed; `LocalProtocolError` for a shard that is not of this model.
@@ -71,6 +76,7 @@ class ReferenceKernel:
         self._arithmetic = arithmetic
         self._accumulator = accumulator
         self._activations = activations
+        self.round_as_on(processor)
         self._shard = shard
         self._programs: list[ExpertProgram] = []
         self._tensors: dict[int, dict[str, ManifestTensor]] = {}
@@ -87,6 +93,10 @@ class ReferenceKernel:
                     if len(data) != tensor.expert_size_bytes:
                         raise EngineFailed(f"the shard cannot be loaded: {tensor.name} has a wrong size")
                     self._bytes[layer, suffix, expert] = data
+
+    def round_as_on(self, processor: str) -> None:
+        """From now on formats are rounded as ggml does there, a name of `ROUNDINGS_OF_PROCESSOR`."""
+        self._roundings = ROUNDINGS_OF_PROCESSOR[processor]
 
     @property
     def memory_bytes(self) -> int:
@@ -205,7 +215,7 @@ class ReferenceKernel:
             case StepOp.EXPERT_MATMUL:
                 form = self._activations_of(self._tensors[layer][step.tensor])
                 if form is not None:
-                    a = ACTIVATION_ROUNDINGS[form](a.astype(np.float32))
+                    a = self._roundings[form](a.astype(np.float32))
                 weight = self._expanded(layer, step.tensor, expert)
                 return a @ weight.T if self._accumulator is None else self._accumulator.add_up(a, weight)
             case StepOp.EXPERT_ADD:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from kvasir_node.kernels import kernel_host
+from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
 from kvasir_node.kernels.host_builds import HOST_BUILDS, HOSTS_DIRECTORY, host_command
@@ -28,6 +29,7 @@ from kvasir_node.native_library import NATIVE_ABI
 from kvasir_proto.errors import ConfigurationInvalid, EngineFailed, IncompatibleVersion, RemoteProtocolError
 from kvasir_proto.limits import Kernel
 from kvasir_proto.manifest import ShardSet
+from kvasir_proto.program import ExpertProgram
 from tests.node.hosts_here import each_host
 from tests.node.kernel_calls import distance
 from tests.node.test_ggml_cpu import (
@@ -36,12 +38,14 @@ from tests.node.test_ggml_cpu import (
     ODD_SHAPES,
     SWIGLU,
     Bench,
+    Floats,
     X,
     compute,
     expected_row,
     make_bench,
     matmul,
 )
+from tests.node.test_reference_kernel import difficult_values
 
 HELLO = struct.pack("<8s2I16s224s", b"KVASIRKH", 1, NATIVE_ABI, b"0.25.3", b"NEON")
 NEVER = "import time; time.sleep(600)\n"
@@ -307,6 +311,43 @@ def test_a_host_holds_its_shard_and_says_why_it_cannot(odd: Bench, name: Kernel)
         make_kernel(name, odd.manifest, ShardSet.from_pairs([(0, 0)]), odd.read, threads=8192)
     with pytest.raises(EngineFailed, match="bytes here, not 3"):
         make_kernel(name, odd.manifest, ShardSet.from_pairs([(0, 0)]), lambda tensor, expert: b"abc")
+
+
+PROCESSOR_OF = {
+    "ggml-neon-v8.0": "NEON",
+    "ggml-neon-v8.6": "NEON",
+    "ggml-sse2": "plain C",
+    "ggml-avx2": "AVX",
+}
+
+
+def near_ties() -> Floats:
+    """Rows of which many values lie where the three roundings of Q8_0 part, and other difficult ones."""
+    draws = np.random.default_rng(3)
+    largest = draws.uniform(0.1, 10, (512, 1))
+    blocks = ((draws.integers(-100, 100, (512, 32)) + 0.5) * largest / 127).astype(np.float32)
+    blocks[:, 7] = largest[:, 0]
+    return np.concatenate([blocks.reshape(-1, 256), difficult_values()[:16]])
+
+
+def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
+    """Rows times one: what comes back is what the rows were rounded to, exactly."""
+    bench = make_bench({"ffn_up_exps.weight": (256, 256, N_EXPERT)}, "q8_0")
+    blocks = np.zeros((256, 8, 34), np.uint8)
+    blocks[:, :, :2] = np.array([1], np.float16).view(np.uint8)
+    blocks[np.arange(256), np.arange(256) // 32, 2 + np.arange(256) % 32] = 1
+    bench.quantised = dict.fromkeys(bench.quantised, blocks.tobytes() * N_EXPERT)
+    one = hosted(bench, name)
+    rows = near_ties()
+    product = ExpertProgram((matmul(0, "up"),), input_per_slot=False)
+    found = compute(one, one.add_program(product), rows, list(range(len(rows))), [0] * len(rows))
+    one.close()
+    alike = [
+        processor
+        for processor, roundings in ROUNDINGS_OF_PROCESSOR.items()
+        if np.array_equal(found, roundings["q8_0"](rows))
+    ]
+    assert alike == [PROCESSOR_OF[name]]
 
 
 @pytest.mark.parametrize("type_name", ["f32", "q8_0"])

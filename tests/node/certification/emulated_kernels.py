@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvasir_node.certification.crafted_weights import CRAFTED_TYPES
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel
 from kvasir_node.kernels.accumulators import BF16, E4M3, F16, F16_SUMS, F32, TF32, Accumulator, FloatFormat
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
@@ -23,6 +24,7 @@ class Emulated:
     activation: str
     range: str = "wide"
     shape: ExpertShape = NARROW
+    weight_types: tuple[str, ...] = CRAFTED_TYPES
 
 
 def adding(

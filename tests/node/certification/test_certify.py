@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvasir_node.certification import certify
 from kvasir_node.certification.certify import Certification, certify_kernel, fit_of
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel, Read
 from kvasir_node.kernels.accumulators import F16, F32, Accumulator
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.capability import KernelClass
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.manifest import ModelManifest, ShardSet
@@ -215,3 +217,27 @@ def test_the_same_seed_asks_the_same(name: str) -> None:
         )
 
     assert once() == once()
+
+
+@pytest.mark.parametrize("processor, seed", [("NEON", 31), ("plain C", 16)])
+def test_every_rounding_that_ggml_has_of_a_format_is_of_its_class(
+    processor: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds whose rows have a value that ARM, or C without vectors, rounds another way than AVX does."""
+
+    def once() -> Certification:
+        return certify_kernel(
+            lambda manifest, shard, read: ReferenceKernel(
+                manifest, shard, read, Arithmetic.AS_GGML, processor=processor
+            ),
+            SHAPE,
+            ["q8_0"],
+            batch_classes=(64,),
+            seed=seed,
+        )
+
+    found = once()
+    assert found.fit.output, found.fit.reason
+    assert found.classes[0].comparison.rel_l2 < 1e-6
+    monkeypatch.setattr(certify, "processors_of", lambda formats: ("AVX",))
+    assert "differ by no flip" in once().fit.reason

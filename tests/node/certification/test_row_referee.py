@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 
+from kvasir_node.certification import row_referee
 from kvasir_node.certification.certify import expert_program
 from kvasir_node.certification.crafted_weights import random_rows
 from kvasir_node.certification.row_referee import RowReferee
@@ -71,6 +73,29 @@ def test_rows_of_an_honest_kernel_are_the_same_or_explained(weight_type: str) ->
     assert set(outcomes) <= {"same", "flipped"}
     assert outcomes["flipped"] <= 4 * N_EXPERT * 128 * found[0].flip_chance
     kernel.close()
+
+
+@pytest.mark.parametrize("processor", ["NEON", "plain C"])
+def test_rows_of_another_processor_are_honest(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ggml rounds to Q8_0 in three ways: rows of which most values lie where these part."""
+    experts = experts_of()
+    kernel = experts.load(partial(ReferenceKernel, arithmetic=Arithmetic.AS_GGML, processor=processor))
+    draws = np.random.default_rng(3)
+    largest = draws.uniform(0.5, 5, (64, 1))
+    x = ((draws.integers(-100, 100, (64, SHAPE.n_embd)) + 0.5) * largest / 127).astype(np.float32)
+    x[:, ::32] = largest
+    answers = compute(kernel, expert_program(), x, 0)
+    kernel.close()
+
+    def outcomes() -> Counter[str]:
+        referee = RowReferee(experts.manifest, experts.read)
+        found = referee.judge(NODE, 0, expert_program(), 0, x, answers)
+        referee.close()
+        return Counter(each.outcome for each in found)
+
+    assert outcomes() == {"same": 64}
+    monkeypatch.setattr(row_referee, "processors_of", lambda formats: ("AVX",))
+    assert outcomes()["foreign"] > 8
 
 
 @pytest.mark.parametrize("lie", [each for each in LIES if each not in ("wrong-expert", "nan")])
