@@ -22,15 +22,18 @@ from typing import Any, Final
 
 import trio
 
+from kvasir_node.certification.kept_measurements import KeptMeasurements
+from kvasir_node.certification.kernel_build import kernel_build
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
+from kvasir_node.driver.kernel_certifier import KernelInUse
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.kernels.host_builds import HOST_BUILDS, host_command
-from kvasir_node.kernels.opencl_devices import choose_device, devices_seen_by_child
+from kvasir_node.kernels.opencl_devices import ANY_DEVICE, choose_device, devices_seen_by_child
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
@@ -54,7 +57,8 @@ from kvasir_proto.errors import (
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Duration, Instant, WallTime
-from kvasir_proto.limits import Accumulation, Role
+from kvasir_proto.limits import Role
+from kvasir_proto.measured_kernel import KeptMeasurement
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
     EvaluateReply,
@@ -373,6 +377,7 @@ class Node:
             ),
             start_engine=lambda digest: _EngineStarter(home, digest),
             next_generation=files.next_generation,
+            measurements=_MeasurementsOnDisk(KeptMeasurements(home.locations.measurements)),
             settings=_node_settings(configuration, home.bootstrap),
             entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,
@@ -416,33 +421,42 @@ async def _end_late_process() -> None:
     os._exit(1)
 
 
+def _kernels_of(configuration: Configuration) -> tuple[KernelInUse, ...]:
+    """The kernels that this node computes with: as holder, and as backbone what falls to itself.
+
+    Raises `ConfigurationInvalid` for a device or build that is not there: before this node is heard of.
+    """
+    processor = platform.machine()
+    name, device = configuration.engine_kernel, configuration.engine_kernel_device
+    own = KernelInUse("ggml-cpu", ANY_DEVICE, processor, kernel_build())
+    if name == "opencl":
+        chosen = choose_device(device, devices_seen_by_child())
+        log.info("opencl_device_found", device=chosen.name, platform=chosen.platform, driver=chosen.driver)
+        build = kernel_build(f"{chosen.name} {chosen.platform} {chosen.driver}")
+        return (KernelInUse(name, device, chosen.word, build), own)
+    if name in HOST_BUILDS:
+        build = kernel_build(programs=[each for each in host_command(name) if each.startswith("/")])
+        return (KernelInUse(name, ANY_DEVICE, HOST_BUILDS[name].machine, build), own)
+    if name != "ggml-cpu":
+        return (replace(own, kernel=name), own)
+    return (own,)
+
+
 @dataclass(frozen=True, slots=True)
-class _Arithmetic:
-    """What a node may say of what it computes experts with, before anything measured it."""
+class _MeasurementsOnDisk:
+    """What was measured of this home's kernels before (see `MeasurementStore`)."""
 
-    backend: str
-    device: str
-    accumulation: Accumulation
+    kept: KeptMeasurements
 
+    async def load(self, key: bytes) -> KeptMeasurement | None:
+        return await trio.to_thread.run_sync(self.kept.load, key)
 
-def _arithmetic_of(configuration: Configuration) -> _Arithmetic:
-    """Raises `ConfigurationInvalid` for a device or build that is not there: before this node is heard of."""
-    if configuration.engine_kernel == "opencl":
-        device = choose_device(configuration.engine_kernel_device, devices_seen_by_child())
-        log.info("opencl_device_found", device=device.name, platform=device.platform, driver=device.driver)
-        return _Arithmetic("opencl", device.word, "UNKNOWN")
-    if configuration.engine_kernel == "emulated-f16":
-        return _Arithmetic("reference", platform.machine(), "F16")
-    if configuration.engine_kernel in HOST_BUILDS:
-        host_command(configuration.engine_kernel)
-        return _Arithmetic(
-            configuration.engine_kernel, HOST_BUILDS[configuration.engine_kernel].machine, "UNKNOWN"
-        )
-    return _Arithmetic("ggml-cpu", platform.machine(), "UNKNOWN")
+    async def save(self, key: bytes, kept: KeptMeasurement) -> None:
+        await trio.to_thread.run_sync(self.kept.save, key, kept)
 
 
 def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> NodeSettings:
-    arithmetic = _arithmetic_of(configuration)
+    kernels = _kernels_of(configuration)
     placement = replace(
         LAN.placement,
         workers_min=max(1, configuration.swarm_workers_min),
@@ -455,7 +469,7 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
         ranks=configuration.node_ranks,
         nominees=tuple(NodeId(each) for each in configuration.swarm_electors),
         memory_bytes=memory_bytes,
-        device=arithmetic.device,
+        kernels=kernels if "backbone" in configuration.node_ranks else kernels[:1],
         holder=HolderSettings(
             data_host=configuration.listen_host,
             data_port=configuration.data_port,
@@ -463,8 +477,6 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             memory_bytes=memory_bytes,
             kernel=configuration.engine_kernel,
             kernel_device=configuration.engine_kernel_device,
-            backend=arithmetic.backend,
-            accumulation=arithmetic.accumulation,
         ),
         backbone=BackboneSettings(
             n_ctx=configuration.engine_context_tokens,

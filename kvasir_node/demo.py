@@ -545,8 +545,20 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("KVASIR_")}
 
 
+def _share_measurements(measurements: Path, directory: Path) -> None:
+    """Have a node take what is known of this machine's kernels from beside ``directory``, and keep it there.
+
+    Its home is new each time, and its kernels are the same ones each time.
+    """
+    shared = directory.parent / measurements.name
+    shared.mkdir(mode=0o700, exist_ok=True)
+    measurements.parent.mkdir(mode=0o700, exist_ok=True)
+    measurements.symlink_to(shared)
+
+
 def _start_node(home: Path, *arguments: str) -> DemoNode:
     home.mkdir(mode=0o700, exist_ok=True)
+    _share_measurements(locate(home, _environment()).measurements, home.parent)
     log_file = home / "log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(

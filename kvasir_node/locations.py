@@ -53,6 +53,11 @@ class Locations:
         return self.data / "lock"
 
     @property
+    def measurements(self) -> Path:
+        """What was measured of the kernels of this machine."""
+        return self.cache / "measurements"
+
+    @property
     def models(self) -> Path:
         """The model store."""
         return self.data / "models"

@@ -64,12 +64,18 @@ Verdict: TypeAlias = Literal["none", "claimed", "verified", "unfit"]
 
 @dataclass(frozen=True, slots=True)
 class KernelClass:
-    """The equivalence class of a kernel, for weights of these types (ggml's names) at these batch classes."""
+    """The equivalence class of a kernel, for weights of these types (ggml's names) at these batch classes.
+
+    `repeatable`: it gives the same rows again for the same call. `batch_invariant`: a row has the same result
+    in batches of each of these classes as in the smallest that was measured. Unknown is false.
+    """
 
     weight_types: Annotated[tuple[Word, ...], Length(1, 8)]
     batch_classes: Annotated[tuple[Annotated[int, Range(1, 1 << 16)], ...], Length(1, 8)]
     activation_format: Word
     accumulation: Accumulation
+    repeatable: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,19 @@ auditors' business. It refuses to know which kernel it is, and prints nothing.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import astuple, dataclass, replace
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from kvasir_node.certification.classification import Classification, classify
 from kvasir_node.certification.comparison import Comparison, FlipCount, compare, count_flips
 from kvasir_node.certification.crafted_weights import expanded, random_rows
-from kvasir_node.certification.probe import ProductFigures, is_probed, probe_kernel
+from kvasir_node.certification.probe import PARTS, ProductFigures, is_probed, probe_kernel
 from kvasir_node.certification.synthetic_model import (
     Bytes,
     ExpertShape,
@@ -35,7 +37,9 @@ from kvasir_node.kernels.activation_formats import (
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.capability import BATCH_CLASSES, KernelClass, worst_accumulation
 from kvasir_proto.errors import EngineFailed
-from kvasir_proto.limits import Accumulation
+from kvasir_proto.ids import ModelDigest
+from kvasir_proto.limits import RANKS, Accumulation
+from kvasir_proto.measured_kernel import PROBE_VERSION, MeasuredClass, MeasuredKernel
 from kvasir_proto.program import ExpertProgram, GluKind, ProgramStep, StepOp
 from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
 from kvasir_proto.tolerance import POOLED_ROWS_MIN, EquivalenceClass, gate_of, has_flips
@@ -47,6 +51,9 @@ in F16 were measured at 0.013, and the widest distance between formats of rows a
 _PARTS: Final = ("gate", "up", "down")
 _FORMATS: Final = {name.upper(): name for name in ACTIVATION_ROUNDINGS}
 """Names of activation formats as records carry them, to those of the kernels' tables."""
+
+_TYPES_A_CLASS_MAX: Final = 8
+"""Weight types that a class of a record can name."""
 
 _HEAVY_ROWS: Final = 4
 """Every so many-th row of noise has a few values that stand out, as real rows do."""
@@ -133,21 +140,75 @@ class Certification:
     @property
     def accumulation(self) -> Accumulation:
         """The worst of the classes, in one word."""
-        return "UNKNOWN" if self.not_probed else worst_accumulation(self.kernel_classes())
+        classes = (each.kernel for each in self.measured_classes())
+        return "UNKNOWN" if self.not_probed else worst_accumulation(classes)
 
-    def kernel_classes(self) -> tuple[KernelClass, ...]:
-        """The classes as a capability record carries them, those that are alike together."""
-        batches: dict[tuple[str, str, Accumulation], list[int]] = {}
+    def measured_classes(self) -> tuple[MeasuredClass, ...]:
+        """The model's classes as records and certificates carry them, those that are alike together."""
+        alike: dict[_Likeness, dict[str, list[CertifiedClass]]] = {}
         for each in self.model_classes:
-            key = (each.weight_type, each.activation, each.sums.accumulation)
-            batches.setdefault(key, []).append(each.batch_class)
-        types: dict[tuple[tuple[int, ...], str, Accumulation], list[str]] = {}
-        for (weight_type, activation, accumulation), batch_classes in batches.items():
-            types.setdefault((tuple(batch_classes), activation, accumulation), []).append(weight_type)
+            alike.setdefault(_likeness(each), {}).setdefault(each.weight_type, []).append(each)
+        groups: dict[tuple[_Likeness, tuple[int, ...]], list[list[CertifiedClass]]] = {}
+        for likeness, of_type in alike.items():
+            for found in of_type.values():
+                key = (likeness, tuple(each.batch_class for each in found))
+                groups.setdefault(key, []).append(found)
         return tuple(
-            KernelClass(tuple(weight_types), batch_classes, activation, accumulation)
-            for (batch_classes, activation, accumulation), weight_types in types.items()
+            _measured_class(group[first : first + _TYPES_A_CLASS_MAX])
+            for group in groups.values()
+            for first in range(0, len(group), _TYPES_A_CLASS_MAX)
         )
+
+    def measured(
+        self, *, backend: str, device: str, kernel_build: str, model_digest: bytes, seed: int
+    ) -> MeasuredKernel:
+        """What was measured, as it is kept and said. `backend` counts where no kernel was loaded."""
+        ruled_out = fit_of(self.model_classes, ()) if self.model_classes else Fit(True, True, True, "")
+        return MeasuredKernel(
+            backend=self.backend or backend,
+            device=device,
+            kernel_build=kernel_build,
+            model_digest=ModelDigest(model_digest),
+            probe_version=PROBE_VERSION,
+            seed=seed,
+            classes=self.measured_classes(),
+            not_probed=self.not_probed,
+            unfit=tuple(rank for rank in RANKS if not getattr(ruled_out, rank)),
+            figures=hashlib.sha256(repr([astuple(each) for each in self.model_classes]).encode()).digest(),
+        )
+
+
+_Likeness: TypeAlias = tuple[str, Accumulation, bool, bool, bool]
+
+
+def _likeness(each: CertifiedClass) -> _Likeness:
+    return (each.activation, each.sums.accumulation, each.repeatable, each.batch_invariant, each.passed)
+
+
+def _measured_class(group: list[list[CertifiedClass]]) -> MeasuredClass:
+    """One class of weight types that are alike, each with its batch classes."""
+    every = [each for found in group for each in found]
+    first = every[0]
+    distances = [each.comparison.rel_l2 for each in every]
+    gates = [each.comparison.gate for each in every]
+    return MeasuredClass(
+        kernel=KernelClass(
+            tuple(found[0].weight_type for found in group),
+            tuple(each.batch_class for each in group[0]),
+            first.activation,
+            first.sums.accumulation,
+            first.repeatable,
+            first.batch_invariant,
+        ),
+        rel_l2=max(distances) if all(map(math.isfinite, distances)) else None,
+        gate=min((each for each in gates if each is not None), default=None),
+        passed=first.passed,
+    )
+
+
+def certification_steps(n_types: int, n_batch_classes: int) -> int:
+    """How often `certify_kernel` says something of so many types that can be probed."""
+    return n_types * n_batch_classes * (len(PARTS) + 1)
 
 
 def expert_program() -> ExpertProgram:

@@ -49,6 +49,21 @@ class ExpertShape:
         return (self.n_ff, self.n_embd) if part == "down" else (self.n_embd, self.n_ff)
 
 
+def expert_shape_of(manifest: ModelManifest) -> ExpertShape:
+    """The widths of the first layer's experts; what a model's header says of n_ff may be of dense layers."""
+    layer = manifest.moe_layers[0]
+    down = manifest.tensor(f"blk.{layer}.ffn_down_exps.weight")
+    return ExpertShape(n_embd=down.shape[1], n_ff=down.shape[0])
+
+
+def expert_types_of(manifest: ModelManifest) -> tuple[str, ...]:
+    """The types of all experts' weights, by ggml's names, in order."""
+    names = {
+        each.type.name for each in manifest.tensors if each.is_expert and each.name.endswith("_exps.weight")
+    }
+    return tuple(sorted(names))
+
+
 class SyntheticExperts:
     """Experts of one shape and type, given as `parts`: of "gate", "up", "down" the bytes of each expert's
     rows, [experts, rows, bytes of a row].

@@ -14,7 +14,7 @@ from kvasir_node.bench.machine import describe_machine
 from kvasir_node.certification.certify import Certification, CertifiedClass, certify_kernel
 from kvasir_node.certification.crafted_weights import CRAFTED_TYPES
 from kvasir_node.certification.probe import COLUMNS_MIN
-from kvasir_node.certification.synthetic_model import ExpertShape
+from kvasir_node.certification.synthetic_model import ExpertShape, expert_shape_of, expert_types_of
 from kvasir_node.cli.output import Cell, json_option, note, print_json, print_table, progress_on_stderr
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
@@ -81,7 +81,7 @@ def certify(
         widths, model_types = _shape_of(shape), () if weight_types is None else types
     else:
         manifest = _manifest_of(session.locations, model)
-        widths, model_types = _widths_of(manifest), _types_of(manifest)
+        widths, model_types = expert_shape_of(manifest), expert_types_of(manifest)
     name = cast("Kernel", kernel or configuration.engine_kernel)
     device = kernel_device or configuration.engine_kernel_device
     n_thread = threads or configuration.engine_threads
@@ -140,21 +140,6 @@ def _manifest_of(locations: Locations, model: str | None) -> ModelManifest:
         return ModelStore(locations.models).get(model).manifest
     with progress_on_stderr("reading the model") as progress:
         return build_manifest(path, progress)
-
-
-def _widths_of(manifest: ModelManifest) -> ExpertShape:
-    """The widths of the first layer's experts; what a model's header says of n_ff may be of dense layers."""
-    layer = manifest.moe_layers[0]
-    down = manifest.tensor(f"blk.{layer}.ffn_down_exps.weight")
-    return ExpertShape(n_embd=down.shape[1], n_ff=down.shape[0])
-
-
-def _types_of(manifest: ModelManifest) -> tuple[str, ...]:
-    """The types of all experts' weights."""
-    names = {
-        each.type.name for each in manifest.tensors if each.is_expert and each.name.endswith("_exps.weight")
-    }
-    return tuple(sorted(names))
 
 
 def _finite(number: float) -> float | None:

@@ -33,7 +33,9 @@ _MISSING_SHOWN: Final = 3
 _WELL: Final = ("ready", "serving", "alive")
 _STYLES: Final = {
     **dict.fromkeys(_WELL, "green"),
-    **dict.fromkeys(("starting", "joining", "electing", "loading", "degraded", "stopping"), "yellow"),
+    **dict.fromkeys(
+        ("starting", "certifying", "joining", "electing", "loading", "degraded", "stopping"), "yellow"
+    ),
     **dict.fromkeys(("suspect", "slow", "indirect", "clock", "left"), "yellow"),
     **dict.fromkeys(("isolated", "conflicted", "dead", "unreachable", "quarantined", "not running"), "red"),
 }

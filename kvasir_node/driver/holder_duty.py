@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 import trio
 
 from kvasir_node.backoff import retry_delay_s
+from kvasir_node.driver.kernel_certifier import KernelCertifier
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
@@ -30,9 +31,10 @@ from kvasir_proto.election.requests import TermFollowed, TermVoided
 from kvasir_proto.errors import EngineFailed, KvasirError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
-from kvasir_proto.limits import Accumulation, Kernel, as_sentence
+from kvasir_proto.limits import Kernel, as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
+    CertificationAdvanced,
     DiallerExpected,
     ExpectDialler,
     ExpertsMeasured,
@@ -65,10 +67,7 @@ LOAD_DELAY_MAX_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HolderSettings:
-    """What the configuration says about this duty, and what its engine computes with.
-
-    ``accumulation`` is what a node may say of its arithmetic before anything measured it.
-    """
+    """What the configuration says about this duty, and what its engine computes with."""
 
     data_host: str
     data_port: int
@@ -76,8 +75,6 @@ class HolderSettings:
     memory_bytes: int
     kernel: Kernel = "ggml-cpu"
     kernel_device: str = "auto"
-    backend: str = "ggml-cpu"
-    accumulation: Accumulation = "UNKNOWN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +114,14 @@ class HolderDuty:
         start_engine: EngineStarter,
         next_generation: Callable[[], int],
         settings: HolderSettings,
+        certifier: KernelCertifier,
         note_speed: Callable[[int], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
-        """``note_speed`` hears of each engine that can serve: nanoseconds of a row through an expert.
+        """``certifier`` has an engine measure its arithmetic, if need be, before more is asked of it.
+
+        ``note_speed`` hears of each engine that can serve: nanoseconds of a row through an expert.
 
         0 where the engine could not find out.
         """
@@ -132,6 +132,7 @@ class HolderDuty:
         self._start_engine = start_engine
         self._next_generation = next_generation
         self._settings = settings
+        self._certifier = certifier
         self._note_speed = note_speed
         self._now = now
         self._term = core.view().fence
@@ -353,13 +354,14 @@ class HolderDuty:
             try:
                 listen = Listen(self._settings.data_host, self._settings.data_port)
                 self._listening = await engine.exchange(listen, Listening, ENGINE_TIMEOUT_S)
+                nursery.start_soon(self._hear_engine, engine)
+                await self._certifier.certify(engine)
                 self._note_speed(await self._measure(engine))
                 self._engine = engine
                 self._note_change()
                 nursery.start_soon(self._keep_fenced, engine)
                 nursery.start_soon(watch_engine, engine, self._load_lock)
-                async for event in engine.events:
-                    log.warning("engine_message_unexpected", kind=event.kind)
+                nursery.start_soon(self._certifier.keep_certified, engine)
                 ended = EngineFailed(f"the worker engine ended: {await engine.wait_ended()}")
                 self._tell_lost(str(ended))
                 raise ended
@@ -369,6 +371,13 @@ class HolderDuty:
                 self._down_since = self._now()
                 await engine.close()
                 nursery.cancel_scope.cancel()
+
+    async def _hear_engine(self, engine: EnginePort) -> None:
+        async for event in engine.events:
+            if isinstance(event, CertificationAdvanced):
+                self._certifier.note_advance(event)
+            else:
+                log.warning("engine_message_unexpected", kind=event.kind)
 
     async def _measure(self, engine: EnginePort) -> int:
         """How long the engine takes for a row through an expert, by its own measurement."""

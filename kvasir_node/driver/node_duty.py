@@ -23,6 +23,7 @@ from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
+from kvasir_node.driver.kernel_certifier import KernelCertifier, KernelInUse, MeasurementStore
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.model.store import StoredModel
@@ -66,6 +67,7 @@ MODEL_DELAY_MAX_S: Final = 30.0
 LEAVE_TIMEOUT_S: Final = 2.0
 """How long a node that stops waits for others to have been told."""
 _INVITE_TIMEOUT_S: Final = 10.0
+_BACKBONE: Final[frozenset[Rank]] = frozenset({"backbone"})
 
 
 class HomeFiles(Protocol):
@@ -91,7 +93,8 @@ class HomeFiles(Protocol):
 class NodeSettings:
     """What the configuration says of a node's part in a swarm.
 
-    ``ranks`` are those it stands for; ``accumulation`` is what it says of its arithmetic.
+    ``ranks`` are those it stands for, as far as its kernels are fit for them; ``kernels`` are those it
+    computes with, the holder's first.
     """
 
     bootstrap: tuple[str, ...]
@@ -99,7 +102,7 @@ class NodeSettings:
     ranks: tuple[Rank, ...]
     nominees: tuple[NodeId, ...]
     memory_bytes: int
-    device: str
+    kernels: tuple[KernelInUse, ...]
     holder: HolderSettings
     backbone: BackboneSettings
 
@@ -127,6 +130,7 @@ class NodeDuty:
         find_backbone_file: Callable[[StoredModel], Awaitable[Path]],
         start_engine: Callable[[SwarmDigest], EngineStarter],
         next_generation: Callable[[], int],
+        measurements: MeasurementStore,
         settings: NodeSettings,
         entropy: random.Random,
         now: Callable[[], Instant],
@@ -142,6 +146,7 @@ class NodeDuty:
         self._find_backbone_file = find_backbone_file
         self._start_engine = start_engine
         self._next_generation = next_generation
+        self._measurements = measurements
         self._settings = settings
         self._entropy = entropy
         self._now = now
@@ -151,6 +156,9 @@ class NodeDuty:
         self._contact = "looking for the swarm"
         self._model: ModelOnDisk | None = None
         self._said: CapabilityRecord | None = None
+        self._certifier: KernelCertifier | None = None
+        self._has_served = False
+        """Whether its worker engine has been ready once."""
         self._core: CoreDriver | None = None
         self._network: SwarmNetwork | None = None
         self._holder: HolderDuty | None = None
@@ -165,6 +173,7 @@ class NodeDuty:
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
         self._files.claim_slots(known.swarm.digest, self._host.node_id)
+        self._certifier = await self._make_certifier(self._model)
         clocks = self._clocks()
         self._said = self._capability()
         core = NodeCore(
@@ -192,7 +201,7 @@ class NodeDuty:
                 last_error=self._last_error,
             )
             self._core = driver
-            self._make_duties(known.swarm, self._model.stored, driver)
+            self._make_duties(known.swarm, self._model.stored, driver, self._certifier)
             assert self._holder is not None
             assert self._backbone is not None
             nursery.start_soon(driver.run)
@@ -207,7 +216,23 @@ class NodeDuty:
                 driver.command(UseInvite(invite))
             await trio.sleep_forever()
 
-    def _make_duties(self, swarm: FoundedSwarm, model: StoredModel, core: CoreDriver) -> None:
+    async def _make_certifier(self, model: ModelOnDisk) -> KernelCertifier:
+        """What measures this node's kernels, with all that is known of them from before."""
+        certifier = KernelCertifier(
+            # Without experts nothing is computed with them here, neither as holder nor as backbone.
+            kernels=self._settings.kernels if model.has_experts else (),
+            n_threads=self._settings.holder.n_threads,
+            model=model.stored,
+            store=self._measurements,
+            wall_time=self._wall_time,
+            note_certified=self._note_certified,
+        )
+        await certifier.recall()
+        return certifier
+
+    def _make_duties(
+        self, swarm: FoundedSwarm, model: StoredModel, core: CoreDriver, certifier: KernelCertifier
+    ) -> None:
         start_engine = self._start_engine(swarm.digest)
         self._holder = HolderDuty(
             swarm=swarm,
@@ -217,6 +242,7 @@ class NodeDuty:
             start_engine=start_engine,
             next_generation=self._next_generation,
             settings=self._settings.holder,
+            certifier=certifier,
             note_speed=self._note_speed,
             now=self._now,
             wall_time=self._wall_time,
@@ -257,13 +283,8 @@ class NodeDuty:
         return invite.electorate_digest if invite is not None and invite.swarm == swarm.digest else None
 
     def _capability(self) -> CapabilityRecord:
-        """What this node says of itself at first; the core numbers it and fills in what it holds.
-
-        It stands for experts once its engine is there and has said how fast it is: a plan that took it for as
-        fast as others in the meantime would have to be taken back.
-        """
+        """What this node says of itself at first; the core numbers it and fills in what it holds."""
         settings = self._settings
-        ranks = tuple(rank for rank in settings.ranks if rank == "backbone")
         return CapabilityRecord(
             node_id=self._host.node_id,
             sequence=0,
@@ -271,22 +292,47 @@ class NodeDuty:
             addresses=self._host.addresses(),
             versions=(PROTOCOL_VERSION,),
             node_version=__version__,
-            backend=settings.holder.backend,
-            device=settings.device,
-            accumulation=settings.holder.accumulation,
             memory_bytes=settings.memory_bytes,
             state="joined",
             reason="",
             started=self._wall_time(),
-            ranks=ranks,
-            stands_for_elector="backbone" in ranks,
-            has_backbone_file="backbone" in ranks,
+            stands_for_elector="backbone" in settings.ranks,
+            has_backbone_file="backbone" in settings.ranks,
             headroom_bytes=settings.memory_bytes,
+            **self._arithmetic(),
         )
+
+    def _arithmetic(self) -> dict[str, Any]:
+        """What this node may say of its kernels, and the ranks that it stands for with them.
+
+        It stands for nothing before they are measured, and never for what that shows them to be unfit for. It
+        stands for experts once its engine is there and has said how fast it is: a plan that took it for as
+        fast as others in the meantime would have to be taken back.
+        """
+        assert self._certifier is not None
+        kernel, measured = self._settings.kernels[0], self._certifier.measured
+        wanted = self._settings.ranks if self._has_served else tuple(_BACKBONE & {*self._settings.ranks})
+        ranks: tuple[Rank, ...] = ()
+        if measured is not None:
+            ranks = tuple(rank for rank in wanted if rank not in measured.unfit)
+        elif not self._certifier.has_kernels:
+            ranks = wanted
+        return {
+            "backend": kernel.kernel if measured is None else measured.backend,
+            "device": kernel.device,
+            "accumulation": "UNKNOWN" if measured is None else measured.accumulation,
+            "classes": () if measured is None or measured.not_probed else measured.kernel_classes,
+            "ranks": ranks,
+        }
+
+    def _note_certified(self) -> None:
+        """Its kernels have been measured."""
+        self._describe(**self._arithmetic())
 
     def _note_speed(self, expert_row_ns: int) -> None:
         """Its worker engine is there and has measured itself."""
-        self._describe(ranks=self._settings.ranks, expert_row_ns=expert_row_ns)
+        self._has_served = True
+        self._describe(expert_row_ns=expert_row_ns, **self._arithmetic())
 
     def _note_trunk(self, trunk: TrunkLoaded) -> None:
         """Its backbone engine has loaded the trunk."""
@@ -506,6 +552,9 @@ class NodeDuty:
         view = self._core.view()
         assert self._backbone is not None
         assert self._holder is not None
+        assert self._certifier is not None
+        if self._certifier.is_needed and view.state not in ("conflicted", "stopping"):
+            return "certifying", self._certifier.progress or self._holder.state()[1]
         if view.fence is not None and view.fence.backbone == self._host.node_id and view.lease_until:
             word, reason = self._backbone.state()
             if word == view.state == "joining" and view.plan is None:

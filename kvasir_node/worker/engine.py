@@ -45,6 +45,7 @@ from kvasir_proto.ids import NodeId
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
+    CertifyKernel,
     DiallerExpected,
     EngineFault,
     EngineMessage,
@@ -76,6 +77,10 @@ backbone out; a backbone shows its token at once.
 """
 
 
+_EXPECTED_ERRORS: Final = (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError)
+"""What goes wrong with files, kernels and messages; anything else is a bug."""
+
+
 @dataclass(eq=False, slots=True)
 class _Loaded:
     """A shard in memory, and who is served from it; superseded, it goes with its last connection."""
@@ -105,6 +110,7 @@ class WorkerEngine:
         """The shard before, as long as a backbone is served from it that has not dialled again."""
         self._loading_lock = threading.Lock()
         """Held while what is loaded changes, or a connection enters or leaves it."""
+        self._certifying_lock = threading.Lock()
         self._fence = (0, 0)
         self._expected: dict[bytes, _ExpectedDialler] = {}
         self._expected_lock = threading.Lock()
@@ -122,6 +128,9 @@ class WorkerEngine:
                 self._load(message)
             case MeasureExperts():
                 self._measure(message)
+            case CertifyKernel():
+                # It takes up to a minute, and control has other questions meanwhile.
+                threading.Thread(target=self._certify, args=(message,), name="certify", daemon=True).start()
             case Listen():
                 self._listen(message)
             case ExpectDialler():
@@ -149,7 +158,7 @@ class WorkerEngine:
                 kernel = make_kernel(
                     message.kernel, manifest, shard, source.read, message.threads, message.kernel_device
                 )
-        except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
+        except _EXPECTED_ERRORS as error:
             self._channel.send(fault_of(message.request, error, "shard_unusable"))
             return
         self._replace(_Loaded(kernel, manifest.digest()))
@@ -159,13 +168,24 @@ class WorkerEngine:
         try:
             manifest = read_manifest(Path(message.manifest_path))
             row_ns = measure_row_ns(message.kernel, manifest, message.threads, message.kernel_device)
-        except (KvasirError, RemoteProtocolError, LocalProtocolError, OSError, MemoryError) as error:
+        except _EXPECTED_ERRORS as error:
             self._channel.send(fault_of(message.request, error, "not_measured"))
             return
         allowed = processors_allowed() if message.kernel != "opencl" else None
         if allowed is not None and allowed < message.threads:
             row_ns = round(row_ns * message.threads / allowed)
         self._channel.send(ExpertsMeasured(message.request, row_ns))
+
+    def _certify(self, message: CertifyKernel) -> None:
+        from kvasir_node.worker.own_arithmetic import certify  # most engines are never asked
+
+        try:
+            with self._certifying_lock:
+                answer: EngineMessage = certify(message, self._channel.send)
+        except Exception as error:  # a thread that ends in silence leaves control waiting for its deadline
+            log.warning("kernel_not_certified", exc_info=not isinstance(error, _EXPECTED_ERRORS))
+            answer = fault_of(message.request, error, "not_certified")
+        self._channel.send(answer)
 
     def _replace(self, loaded: _Loaded) -> None:
         """Serve new connections from this shard; those of the one before go on until they end.

@@ -39,6 +39,7 @@ from kvasir_proto.limits import (
     ProofBytes,
     PublicKeyDer,
     Role,
+    Seed,
     Sentence,
     Sequence63,
     ShardBytes,
@@ -48,6 +49,7 @@ from kvasir_proto.limits import (
     Tokens,
     Word,
 )
+from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.messages import Family
 from kvasir_proto.sampling import Sampling
 
@@ -189,6 +191,45 @@ class ExpertsMeasured:
     kind: ClassVar[str] = "experts_measured"
     request: Sequence63
     expert_row_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class CertifyKernel:
+    """Measure what a kernel's arithmetic is, with made-up weights of this model's types and shapes.
+
+    `device` and `kernel_build` are what the answer is to carry. What else is asked meanwhile is answered.
+    """
+
+    kind: ClassVar[str] = "certify_kernel"
+    request: Sequence63
+    manifest_path: FilePath
+    threads: ThreadCount
+    kernel: Kernel
+    kernel_device: Word
+    device: Word
+    kernel_build: Word
+    seed: Seed
+
+
+@dataclass(frozen=True, slots=True)
+class CertificationAdvanced:
+    """How far a `CertifyKernel` is: so many of so many steps, and what was found last."""
+
+    kind: ClassVar[str] = "certification_advanced"
+    request: Sequence63
+    n_done: Count
+    n_all: Count
+    found: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCertified:
+    """The answer to `CertifyKernel`. `reason` says why it is unfit for what it is unfit for."""
+
+    kind: ClassVar[str] = "kernel_certified"
+    request: Sequence63
+    measured: MeasuredKernel
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,6 +516,9 @@ EngineMessage: TypeAlias = (
     | ShardLoaded
     | MeasureExperts
     | ExpertsMeasured
+    | CertifyKernel
+    | CertificationAdvanced
+    | KernelCertified
     | Listen
     | Listening
     | ExpectDialler

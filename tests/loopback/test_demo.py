@@ -70,7 +70,7 @@ def test_the_report_has_every_field_and_the_killed_worker_changed_nothing(tmp_pa
     assert report["rows_retried"] >= 1
     assert report["text_equals_uninterrupted"] is True
     assert b"info" not in done.stderr, "progress for people, no log of engines"
-    assert list((home / "cache").iterdir()) == []
+    assert [each.name for each in (home / "cache").iterdir()] == ["measurements"], "for the next time"
     assert processes_that_mention(str(home)) == []
 
 
@@ -93,7 +93,7 @@ def test_an_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, numbe
     wait_for(lambda: processes_that_mention(str(home)) == [], "the end of all nodes")
     if number is not signal.SIGKILL:
         assert status == 1
-        assert list((home / "cache").iterdir()) == []
+        assert [each.name for each in (home / "cache").iterdir()] == ["measurements"]
         assert "Traceback" not in log_file.read_text()
 
 
@@ -114,4 +114,7 @@ def test_a_worker_that_adds_in_f16_gets_bulk_experts_only_and_the_verdict_is_by_
     placement = {each["node"]: each for each in report["placement"]}
     assert [each["node"] for each in placement.values() if each["accumulation"] == "F16"] == [mixed["node"]]
     assert placement[mixed["node"]]["ranks"] == ["bulk"]
-    assert sorted(path.name for path in (home / "cache").iterdir()) == ["demo-q8_0-f16-experts.gguf"]
+    assert sorted(path.name for path in (home / "cache").iterdir()) == [
+        "demo-q8_0-f16-experts.gguf",
+        "measurements",
+    ]

@@ -22,6 +22,7 @@ from kvasir_proto.election.readiness import PRE_VOTE
 from kvasir_proto.election.release import RELEASE
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.limits import Length, Range
+from kvasir_proto.measured_kernel import KEPT_MEASUREMENT
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.admission import ADMISSION
 from kvasir_proto.messages.election import ELECTION
@@ -45,6 +46,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     ENGINE_BINDING,
     SWARM_MANIFEST,
     CAPABILITY,
+    KEPT_MEASUREMENT,
     VOTE,
     ENDORSEMENT,
     TERM_PROOF,

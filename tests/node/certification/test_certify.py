@@ -60,10 +60,14 @@ def test_ggml_is_fit_for_everything() -> None:
         assert each.comparison.n_rows == 64
     assert (found.fit.backbone, found.fit.output, found.fit.bulk, found.fit.reason) == (True, True, True, "")
     assert (found.backend, found.accumulation, found.status) == ("ggml-cpu", "F32", "claimed")
-    assert found.kernel_classes() == (
-        KernelClass(("q8_0",), (1, 8, 64), "Q8_0", "F32"),
-        KernelClass(("q4_K",), (1, 8, 64), "Q8_K", "F32"),
+    kept = found.measured(backend="", device="x86_64", kernel_build="b", model_digest=bytes(32), seed=0)
+    assert kept.kernel_classes == (
+        KernelClass(("q8_0",), (1, 8, 64), "Q8_0", "F32", True, True),
+        KernelClass(("q4_K",), (1,), "Q8_K", "F32", True, True),
+        KernelClass(("q4_K",), (8, 64), "Q8_K", "F32", True, False),
     )
+    assert (kept.fit, kept.unfit, kept.accumulation) == (("backbone", "output", "bulk"), (), "F32")
+    assert all(each.passed and each.rel_l2 is not None and each.gate is not None for each in kept.classes)
     assert len(said) == 5 * 3 * 3
 
 

@@ -15,6 +15,7 @@ import trio
 
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
+from kvasir_node.driver.kernel_certifier import KernelInUse
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings
 from kvasir_node.model.store import StoredModel
 from kvasir_node.net.core_stream import CoreStreams
@@ -28,7 +29,16 @@ from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest
 from kvasir_proto.node_core import LAN
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest, sign_swarm_manifest
 from tests.node.driver.memory_network import MemoryHost
-from tests.node.driver.twins import Life, TwinEngines, World, node_key, node_of, now, wall_time
+from tests.node.driver.twins import (
+    Life,
+    MemoryMeasurements,
+    TwinEngines,
+    World,
+    node_key,
+    node_of,
+    now,
+    wall_time,
+)
 from tests.node.net.memory_gossip import (
     MemoryGossip,
     MemoryGossipNetwork,
@@ -138,6 +148,7 @@ class TwinNode:
         self.host = world.network.host(self.node_id)
         self.engines = TwinEngines(world, self.key, lambda: world.swarm.digest)
         self.slots: dict[Slot, bytes] = {}
+        self.measurements = MemoryMeasurements()
         self.known: KnownSwarm | None = None
         if number == 0:
             self.known = KnownSwarm(world.swarm, world.signed_manifest)
@@ -217,7 +228,7 @@ class TwinNode:
             "ranks": ("backbone", "output", "bulk"),
             "nominees": tuple(node_of(node_key(each)) for each in range(7)),
             "memory_bytes": memory_bytes,
-            "device": "twin",
+            "kernels": (KernelInUse("ggml-cpu", "auto", "twin", "build"),),
             "holder": HolderSettings("127.0.0.1", 0, 1, memory_bytes),
             "backbone": BackboneSettings(64, 32, 1, "none", memory_bytes, standby=True),
         }
@@ -231,6 +242,7 @@ class TwinNode:
             find_backbone_file=self._find_backbone_file,
             start_engine=lambda _digest: self.engines,
             next_generation=self._next_generation,
+            measurements=self.measurements,
             settings=NodeSettings(**defaults | self.settings),
             entropy=random.Random(self.number),
             now=now,

@@ -22,6 +22,7 @@ from kvasir_node.driver.holder_duty import (
     HolderDuty,
     HolderSettings,
 )
+from kvasir_node.driver.kernel_certifier import KernelCertifier, KernelInUse
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.model.store import StoredModel
 from kvasir_node.ports import SwarmCore
@@ -57,6 +58,7 @@ from kvasir_proto.signing import sign_message
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, founding_electorate, make_term_proof
 from tests.node.driver.memory_core import MemoryCore
 from tests.node.driver.twins import (
+    MemoryMeasurements,
     TwinEngine,
     TwinEngines,
     World,
@@ -96,6 +98,14 @@ class Holder:
         """What its engines said of their speed, one after the other."""
         defaults = {"data_host": "127.0.0.1", "data_port": 0, "n_threads": 1, "memory_bytes": 1 << 30}
         self.settings = HolderSettings(**{**defaults, **settings})
+        self.certifier = KernelCertifier(
+            kernels=(KernelInUse("ggml-cpu", "auto", "twin", "build"),),
+            n_threads=1,
+            model=world.model,
+            store=MemoryMeasurements(),
+            wall_time=wall_time,
+            note_certified=lambda: None,
+        )
         self.duty = HolderDuty(
             swarm=self.swarm,
             model=world.model,
@@ -104,6 +114,7 @@ class Holder:
             start_engine=self.engines,
             next_generation=self.next_generation,
             settings=self.settings,
+            certifier=self.certifier,
             note_speed=self.speeds.append,
             now=now,
             wall_time=wall_time,

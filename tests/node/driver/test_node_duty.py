@@ -12,7 +12,6 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
@@ -83,7 +82,7 @@ async def test_a_node_stands_for_experts_once_its_engine_has_said_how_fast_it_is
         before = []
         node.engines.before_start = lambda _engine: before.append(own_record(node).ranks)
         await until(lambda: len(before) == 2)
-        assert before[0] == ("backbone",)
+        assert before[0] == (), "nothing is known of its kernel"
         await until(lambda: own_record(node).ranks == ("backbone", "output", "bulk"))
         await until(lambda: own_record(node).decode_token_ns == 9_000_000)
         said = own_record(node)
@@ -396,8 +395,8 @@ async def test_what_nobody_else_may_serve_the_backbone_serves_itself_and_says_so
 ) -> None:
     async with open_nodes(model, tmp_path) as world:
         world.start(0)
-        imprecise = HolderSettings("127.0.0.1", 0, 1, 1 << 30, accumulation="F16")
-        world.start(1, 2, holder=imprecise)
+        for imprecise in world.start(1, 2):
+            imprecise.engines.before_start = lambda each: each.arithmetic.update(accumulation="F16")
         founder = world.nodes[0]
         await until(lambda: founder.reigns and founder.duty.state()[0] == "degraded")
         await until(lambda: founder.duty.backbone.report()["own"]["n_experts"] == model.manifest.n_expert)

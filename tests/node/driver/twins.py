@@ -22,6 +22,7 @@ from trio.testing import memory_stream_pair
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import Engine
+from kvasir_proto.capability import BATCH_CLASSES, KernelClass
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.framing import FrameReader, frame
@@ -29,9 +30,12 @@ from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.manifest import ShardSet
+from kvasir_proto.measured_kernel import PROBE_VERSION, KeptMeasurement, MeasuredClass, MeasuredKernel
 from kvasir_proto.messages.engine import (
     ENGINE,
     CancelSession,
+    CertificationAdvanced,
+    CertifyKernel,
     ConnectHolder,
     DiallerExpected,
     EngineFault,
@@ -43,6 +47,7 @@ from kvasir_proto.messages.engine import (
     Generate,
     HolderConnected,
     HolderLost,
+    KernelCertified,
     Listen,
     Listening,
     LoadOwnShard,
@@ -96,6 +101,44 @@ async def until(condition: Callable[[], Any]) -> None:
     with trio.fail_after(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - a mock clock waits for nothing
             await trio.sleep(0.05)
+
+
+def measured_kernel(asked: CertifyKernel, **changes: Any) -> MeasuredKernel:
+    """What a kernel in F32 that is in every tolerance measures of itself."""
+    accumulation = changes.pop("accumulation", "F32")
+    is_short = accumulation != "F32"
+    kernel = KernelClass(("f32",), BATCH_CLASSES, "F32", accumulation, True, True)
+    rel_l2, gate = (1e-2, None) if is_short else (1e-7, 2e-6)
+    values: dict[str, Any] = {
+        "backend": asked.kernel,
+        "device": asked.device,
+        "kernel_build": asked.kernel_build,
+        "model_digest": bytes(32),
+        "probe_version": PROBE_VERSION,
+        "seed": asked.seed,
+        "classes": (MeasuredClass(kernel, rel_l2, gate, not is_short),),
+        "not_probed": (),
+        "unfit": ("backbone", "output") if is_short else (),
+        "figures": bytes(32),
+    }
+    return MeasuredKernel(**values | changes)
+
+
+class MemoryMeasurements:
+    """A `MeasurementStore` in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, KeptMeasurement] = {}
+
+    async def load(self, key: bytes) -> KeptMeasurement | None:
+        """See `MeasurementStore`."""
+        await trio.lowlevel.checkpoint()
+        return self.kept.get(key)
+
+    async def save(self, key: bytes, kept: KeptMeasurement) -> None:
+        """See `MeasurementStore`."""
+        await trio.lowlevel.checkpoint()
+        self.kept[key] = kept
 
 
 class Life:
@@ -179,6 +222,8 @@ class TwinEngine:
         self.address = ("", 0)
         self.expert_row_ns = 5000
         """What a worker's measurement of itself gives."""
+        self.arithmetic: dict[str, Any] = {}
+        """What a worker measures of its kernel, where that is not the best."""
         self._sessions: dict[SessionId, Generate] = {}
         self._stream = theirs
         self.engine = Engine(role, cast(Any, self.process), cast(Any, ours))
@@ -250,6 +295,11 @@ class TwinEngine:
                 await self.say(Listening(*self.address))
             case MeasureExperts():
                 await self.say(ExpertsMeasured(message.request, self.expert_row_ns))
+            case CertifyKernel():
+                await self.say(CertificationAdvanced(message.request, 1, 2, "F32 sums of F32 rows"))
+                model = {"model_digest": self.world.model.manifest.digest()}
+                measured = measured_kernel(message, **model | self.arithmetic)
+                await self.say(KernelCertified(message.request, measured, ""))
             case LoadShard():
                 shard = ShardSet.decode(message.shard)
                 await self.say(ShardLoaded(message.request, 1000, shard.digest()))
