@@ -21,6 +21,7 @@ from kvasir_node.certification.classification import Classification, classify
 from kvasir_node.certification.comparison import Comparison, FlipCount, compare, count_flips
 from kvasir_node.certification.crafted_weights import expanded, random_rows
 from kvasir_node.certification.probe import PARTS, ProductFigures, is_probed, probe_kernel
+from kvasir_node.certification.processor_rounding import processor_of
 from kvasir_node.certification.synthetic_model import (
     Bytes,
     ExpertShape,
@@ -32,7 +33,6 @@ from kvasir_node.certification.synthetic_model import (
 from kvasir_node.kernels.activation_formats import (
     ACTIVATION_FORMATS,
     ACTIVATION_ROUNDINGS,
-    processors_of,
 )
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.capability import BATCH_CLASSES, KernelClass, worst_accumulation
@@ -62,7 +62,8 @@ _HEAVY_ROWS: Final = 4
 @dataclass(frozen=True, slots=True)
 class CertifiedClass:
     """A kernel with weights of one type at one batch class: the worse of the products in and out of an
-    expert, and a whole expert beside an exact one. `flips` is there where activations are rounded.
+    expert, and a whole expert beside an exact one. `flips` is there where activations are rounded; on which
+    `processor` ggml rounds them so is a name of `ROUNDINGS_OF_PROCESSOR`.
     """
 
     weight_type: str
@@ -74,6 +75,7 @@ class CertifiedClass:
     comparison: Comparison
     flips: FlipCount | None
     in_reference_class: bool
+    processor: str
 
     @property
     def activation(self) -> str:
@@ -354,17 +356,10 @@ class _WholeExpert:
         ]
         return np.concatenate(parts)[-n_row:][np.argsort(asked[-n_row:])]
 
-    def processor_of(self, found: Float32Array, activation: str) -> str:
-        """Of the processors on which ggml rounds this format differently, the one whose rows are nearest.
-
-        One for all rows: a kernel has one. Honest ones part in a few rows of a thousand.
-        """
+    def processor_of(self, activation: str, batch_class: int) -> str:
+        """By what processor the kernel rounds rows to this format, or to ggml's where it is none."""
         form = _FORMATS.get(activation, ACTIVATION_FORMATS[self.weight_type])
-        distances = {
-            name: float(np.linalg.norm(found - self.exact(activation, name)[0]))
-            for name in processors_of([form])
-        }
-        return min(distances, key=distances.__getitem__)
+        return processor_of(self._kernel, self._experts, form, batch_class)
 
     def exact(self, activation: str, processor: str) -> tuple[Float32Array, Float32Array]:
         """What an exact kernel gives that takes rows in this format, or as ggml does where it is none, and
@@ -405,7 +400,7 @@ def _certified(
     exact = EquivalenceClass(shown.activation, "F32")
     found = whole.found(batch_class)
     gate = gate_of(own, exact, whole.shape.n_embd, whole.shape.n_ff)
-    processor = whole.processor_of(found, shown.activation)
+    processor = whole.processor_of(shown.activation, batch_class)
     is_judged_by_rows = gate is not None and has_flips(shown.activation)
     return CertifiedClass(
         weight_type=weight_type,
@@ -417,6 +412,7 @@ def _certified(
         comparison=compare(found, whole.exact(shown.activation, processor)[0], gate),
         flips=whole.flips(found, shown.activation, processor) if is_judged_by_rows else None,
         in_reference_class=shown.activation == ACTIVATION_FORMATS[weight_type].upper(),
+        processor=processor,
     )
 
 

@@ -164,8 +164,9 @@ def operations_document(measured: OperationsMeasurement) -> dict[str, Any]:
 
 
 def class_text(arithmetic: EquivalenceClass) -> str:
-    """An equivalence class in a word: rows, and what they are added up in."""
-    return f"{arithmetic.activation}/{arithmetic.accumulation}"
+    """An equivalence class in a word: rows, by what processor if not the usual one, and their sums."""
+    rounded = f" of {arithmetic.rounding}" if arithmetic.rounding else ""
+    return f"{arithmetic.activation}{rounded}/{arithmetic.accumulation}"
 
 
 def _pair_document(each: PairFigures) -> dict[str, Any]:

@@ -97,10 +97,12 @@ ACTIVATION_ROUNDINGS: Final[Mapping[str, Callable[[Float32Array], Float64Array]]
 )
 """What each activation format makes of F32 rows, by the format's name, as ggml on x86 with AVX."""
 
+USUAL_PROCESSOR: Final = "AVX"
+
 ROUNDINGS_OF_PROCESSOR: Final[Mapping[str, Mapping[str, Callable[[Float32Array], Float64Array]]]] = (
     MappingProxyType(
         {
-            "AVX": ACTIVATION_ROUNDINGS,
+            USUAL_PROCESSOR: ACTIVATION_ROUNDINGS,
             "NEON": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_on_arm}),
             "plain C": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_in_plain_c}),
         }

@@ -21,6 +21,7 @@ from kvasir_node.kernels.accumulators import Accumulator
 from kvasir_node.kernels.activation_formats import (
     ACTIVATION_FORMATS,
     ROUNDINGS_OF_PROCESSOR,
+    USUAL_PROCESSOR,
 )
 from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_node.kernels.expert_functions import Rows, glu, unary
@@ -62,7 +63,7 @@ class ReferenceKernel:
         arithmetic: Arithmetic = Arithmetic.FLOAT64,
         accumulator: Accumulator | None = None,
         activations: str | None = None,
-        processor: str = "AVX",
+        processor: str = USUAL_PROCESSOR,
     ) -> None:
         """Load `shard`. `read(tensor name, expert)` gives one expert's slice of a tensor, already verified.
 

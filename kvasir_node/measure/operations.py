@@ -23,6 +23,7 @@ from kvasir_node.certification.comparison import compare
 from kvasir_node.certification.crafted_weights import random_rows
 from kvasir_node.certification.probe import is_probed, product_program
 from kvasir_node.certification.synthetic_model import LAYER, ExpertShape, SyntheticExperts
+from kvasir_node.kernels.activation_formats import USUAL_PROCESSOR
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.measure.backends_here import EXACT, Backend
 from kvasir_proto.errors import ConfigurationInvalid, EngineFailed
@@ -170,7 +171,15 @@ def gate_for(operation: str, a: EquivalenceClass, b: EquivalenceClass, shape: Ex
     the order of sums is worth.
     """
     whole = gate_of(a, b, shape.n_embd, shape.n_ff)
-    if whole is None or operation in ("expert", "combined") or a.activation != b.activation:
+    if (
+        whole is None
+        or operation in ("expert", "combined")
+        or (a.activation, a.rounding)
+        != (
+            b.activation,
+            b.rounding,
+        )
+    ):
         return whole
     return row_gate(shape.n_embd, shape.n_ff)
 
@@ -311,7 +320,11 @@ def _classes_of(backend: Backend, weight_type: str, settings: OperationsSettings
             backend=backend.name,
             weight_type=weight_type,
             batch_class=each.batch_class,
-            arithmetic=EquivalenceClass(each.activation, each.sums.accumulation),
+            arithmetic=EquivalenceClass(
+                each.activation,
+                each.sums.accumulation,
+                "" if each.processor == USUAL_PROCESSOR else each.processor,
+            ),
             accumulator=each.sums.accumulator,
             repeatable=each.repeatable,
             batch_invariant=each.batch_invariant,

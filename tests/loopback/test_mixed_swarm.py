@@ -35,7 +35,8 @@ def test_unlike_workers_serve_one_model_within_tolerance(swarm: MixedSwarm) -> N
     assert len(tokens) == N_TOKENS
     token_ids = (*PROMPT, *tokens)
     comparison = swarm.compare(token_ids, (len(PROMPT), *[1] * N_TOKENS))
-    assert 0 < comparison.mean_kld <= Thresholds().mean_kld_max
+    # It may be 0: the trunk rounds rows to eight bits, and swallows last bits that flip none.
+    assert comparison.mean_kld <= Thresholds().mean_kld_max
     assert comparison.top1_agreement >= 1 - 1.5 / len(token_ids), "one borderline token at most"
     after = swarm.rows_of_workers()
     for kernel in KERNELS:

@@ -13,12 +13,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from kvasir_node.certification.crafted_weights import random_rows
+from kvasir_node.certification.processor_rounding import processor_of, rows_near_ties
+from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts
 from kvasir_node.kernels import kernel_host
 from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR
 from kvasir_node.kernels.choice import make_kernel
@@ -38,7 +42,6 @@ from tests.node.test_ggml_cpu import (
     ODD_SHAPES,
     SWIGLU,
     Bench,
-    Floats,
     X,
     compute,
     expected_row,
@@ -321,15 +324,6 @@ PROCESSOR_OF = {
 }
 
 
-def near_ties() -> Floats:
-    """Rows of which many values lie where the three roundings of Q8_0 part, and other difficult ones."""
-    draws = np.random.default_rng(3)
-    largest = draws.uniform(0.1, 10, (512, 1))
-    blocks = ((draws.integers(-100, 100, (512, 32)) + 0.5) * largest / 127).astype(np.float32)
-    blocks[:, 7] = largest[:, 0]
-    return np.concatenate([blocks.reshape(-1, 256), difficult_values()[:16]])
-
-
 def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
     """Rows times one: what comes back is what the rows were rounded to, exactly."""
     bench = make_bench({"ffn_up_exps.weight": (256, 256, N_EXPERT)}, "q8_0")
@@ -338,7 +332,7 @@ def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
     blocks[np.arange(256), np.arange(256) // 32, 2 + np.arange(256) % 32] = 1
     bench.quantised = dict.fromkeys(bench.quantised, blocks.tobytes() * N_EXPERT)
     one = hosted(bench, name)
-    rows = near_ties()
+    rows = np.concatenate([rows_near_ties(256), difficult_values()[:16]])
     product = ExpertProgram((matmul(0, "up"),), input_per_slot=False)
     found = compute(one, one.add_program(product), rows, list(range(len(rows))), [0] * len(rows))
     one.close()
@@ -348,6 +342,15 @@ def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
         if np.array_equal(found, roundings["q8_0"](rows))
     ]
     assert alike == [PROCESSOR_OF[name]]
+
+
+def test_how_a_host_rounds_is_found(name: Kernel) -> None:
+    shape = ExpertShape(64, 64)
+    gate = random_rows("q8_0", shape.n_ff, shape.n_embd, np.random.default_rng(1))[None]
+    experts = SyntheticExperts(shape, "q8_0", {"gate": gate})
+    one = experts.load(partial(make_kernel, name))
+    assert [processor_of(one, experts, "q8_0", each) for each in (1, 8, 512)] == [PROCESSOR_OF[name]] * 3
+    one.close()
 
 
 @pytest.mark.parametrize("type_name", ["f32", "q8_0"])

@@ -50,6 +50,15 @@ def test_gates_are_those_that_were_measured(
     assert found == (None if gate is None else pytest.approx(gate))
 
 
+def test_two_ways_of_rounding_one_format_are_one_class_with_a_wider_gate() -> None:
+    usual, other = EquivalenceClass("Q8_0", "F32"), EquivalenceClass("Q8_0", "F32", "NEON")
+    gate = gate_of(usual, usual, 3072, 1024)
+    assert gate is not None
+    assert gate_of(other, other, 3072, 1024) == gate
+    assert gate_of(usual, other, 3072, 1024) == gate_of(other, usual, 3072, 1024) == 4 * gate
+    assert 7.1e-4 < 4 * gate < 4.3e-3, "between what was measured of honest pairs and what sums in F16 make"
+
+
 @given(CLASSES, CLASSES, WIDTHS, WIDTHS)
 def test_a_gate_takes_no_sides_and_only_f32_sums(
     a: EquivalenceClass, b: EquivalenceClass, n_embd: int, n_ff: int

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvasir_node.certification import certify
+from kvasir_node.certification import processor_rounding
 from kvasir_node.certification.certify import Certification, certify_kernel, fit_of
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel, Read
 from kvasir_node.kernels.accumulators import F16, F32, Accumulator
@@ -236,12 +236,13 @@ def test_every_rounding_that_ggml_has_of_a_format_is_of_its_class(
             ),
             SHAPE,
             ["q8_0"],
-            batch_classes=(64,),
+            batch_classes=(1, 8, 64),
             seed=seed,
         )
 
     found = once()
+    assert [each.processor for each in found.classes] == [processor] * 3
     assert found.fit.output, found.fit.reason
     assert found.classes[0].comparison.rel_l2 < 1e-6
-    monkeypatch.setattr(certify, "processors_of", lambda formats: ("AVX",))
+    monkeypatch.setattr(processor_rounding, "processors_of", lambda formats: ("AVX",))
     assert "differ by no flip" in once().fit.reason

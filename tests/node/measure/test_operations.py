@@ -97,6 +97,9 @@ def test_a_product_has_the_gate_of_sums_and_an_expert_that_of_flips() -> None:
     assert gate_for("combined", F32, F32, SHAPE) == 2e-6
     assert gate_for("product-in", Q8, F32, SHAPE) is None
     assert gate_for("hidden", EquivalenceClass("F16", "F32"), F32, SHAPE) == 1e-3
+    on_arm = EquivalenceClass("Q8_0", "F32", "NEON")
+    assert gate_for("product-in", on_arm, Q8, SHAPE) == gate_for("expert", on_arm, Q8, SHAPE)
+    assert gate_for("product-in", on_arm, on_arm, SHAPE) == gate_for("gate", Q8, Q8, SHAPE)
     assert gate_for("expert", EquivalenceClass("Q8_0", "F16"), EquivalenceClass("Q8_0", "F16"), SHAPE) is None
 
 
