@@ -724,7 +724,7 @@ class NodeCore:
         plan = self._plan
         if plan is None or not _is_of(plan, fence):
             n_workers = sum(
-                each != self._node_id and self._is_live(each) and _is_worker(standing.record)
+                each != self._node_id and standing.is_live and _is_worker(standing.record)
                 for each, standing in self._standing.items()
             )
             waits = f"{n_workers} workers are there" if n_workers else "no worker has joined"
@@ -754,7 +754,7 @@ class NodeCore:
         if node_id == self._node_id:
             return self._served is not None and self._served.shard_of(node_id) == plan.shard_of(node_id)
         standing = self._standing.get(node_id)
-        if standing is None or not self._is_live(node_id):
+        if standing is None or not standing.is_live:
             return False
         return not plan.shard_of(node_id).difference(standing.holding)
 
@@ -859,7 +859,7 @@ class NodeCore:
         self._book.command(NoteLive(event.node_id, is_live), now)
         if is_live and standing is not None and standing.is_absent:
             self._compare_revocations((event.node_id,), now)
-        stands_anew = standing is not None and standing.is_live != is_live and _stands(standing)
+        is_turn = standing is None or standing.is_live != is_live
         if standing is not None and standing.is_live != is_live:
             standing.is_live = is_live
             self._forget_ranking(standing)
@@ -878,7 +878,9 @@ class NodeCore:
             self._election.command(SuspectBackbone(event.node_id), now)
         if standing is not None or fence is None or fence.backbone == event.node_id:
             # Nothing else follows from who never said what it is.
-            self._note_what_follows(event.node_id, stands_anew, now.instant)
+            is_standing = standing is not None and _stands(standing)
+            counts = is_turn and (is_standing or event.node_id in self._electors)
+            self._note_what_follows(event.node_id, counts, now.instant)
 
     def _hear_of_hint(self, hint: RecordHint, now: Now) -> None:
         known = self._book.record_of(hint.node_id)
@@ -922,21 +924,25 @@ class NodeCore:
             self._tell_membership(event.node_id, event.record, event.digest, now)
         self._note_what_follows(event.node_id, stands_anew, now.instant)
 
-    def _note_what_follows(self, node_id: NodeId, stands_anew: bool, now: Instant) -> None:
+    def _note_what_follows(self, node_id: NodeId, counts: bool, now: Instant) -> None:
         """A member came, went or said something else: mostly that is nothing to any but the backbone.
 
-        `stands_anew` where it stands for backbone or elector, and that is what changed.
+        `counts` where it is another candidate, or elector to be, than before: to those that vote or stand.
         """
         fence = self._election.fence
         if (
             fence is None
-            or stands_anew
             or node_id == self._node_id
             or fence.backbone in (node_id, self._node_id)
-            or node_id in self._electors
             or not self._is_live(fence.backbone)  # and so somebody has to be asked who is it now
+            or (counts and self._has_a_say())
         ):
             self._note_change(now)
+
+    def _has_a_say(self) -> bool:
+        """Whether this node votes, or stands for anything."""
+        own = self._standing.get(self._node_id)
+        return self._node_id in self._electors or (own is not None and _stands(own))
 
     def _tell_membership(self, node_id: NodeId, record: CapabilityRecord, digest: bytes, now: Now) -> None:
         if node_id == self._node_id:
@@ -1006,8 +1012,8 @@ class NodeCore:
         if self._is_planning:
             places = self._places()
             self._placement.command(SetInventory(places), now)
-            others = (each for each in sorted(self._standing) if each != self._node_id)
-            self._offers.inform((each for each in others if self._is_live(each)), now.instant)
+            others = (each.node_id for each in places if each.node_id != self._node_id)
+            self._offers.inform(others, now.instant)
             if any(each.rtt_ns != 0 for each in places):
                 self._note_change(now.instant, RTT_REVIEW_INTERVAL)
 
@@ -1105,7 +1111,7 @@ class NodeCore:
     def _ranks_alive(self) -> list[CandidateRank]:
         """The ranks of all candidates that live, this node among them if it is one, best first."""
         if self._live_ranks is None:
-            found = (each.rank for node_id, each in self._standing.items() if self._is_live(node_id))
+            found = [each.rank for each in self._standing.values() if each.is_live]
             self._live_ranks = sorted(rank for rank in found if rank is not None)
         return self._live_ranks
 
@@ -1126,7 +1132,7 @@ class NodeCore:
             found = [
                 (each.rank is None, candidate_rank(each.record), node_id)
                 for node_id, each in self._standing.items()
-                if each.record.stands_for_elector and self._is_live(node_id)
+                if each.is_live and each.record.stands_for_elector
             ]
             self._live_standing = [node_id for _, _, node_id in sorted(found)]
         if self._swarm.manifest.electorate == "open":
@@ -1189,11 +1195,7 @@ class NodeCore:
         self._note_change(now.instant)
 
     def _places(self) -> tuple[Place, ...]:
-        there = [
-            (node_id, each)
-            for node_id, each in sorted(self._standing.items())
-            if node_id == self._node_id or self._is_live(node_id)
-        ]
+        there = sorted((node_id, each) for node_id, each in self._standing.items() if each.is_live)
         row_times = as_alike(each.record.expert_row_ns for _, each in there)
         return tuple(self._place(node_id, each, row_times) for node_id, each in there)
 

@@ -358,7 +358,7 @@ class GoneRecordsStayGone:
             return f"{event.node_id}'s record {sequence} is gone, and is believed again"
         if sequence < highest.get(event.node_id, 0):
             return f"{event.node_id}'s record {sequence} came after {highest[event.node_id]}"
-        if event.record.expires + CLOCK_SKEW_MAX < node.clock.now(real).wall:
+        if event.record.expires + CLOCK_SKEW_MAX < node.clock.wall(real):
             return f"{event.node_id}'s record {sequence} has expired, and is believed"
         highest[event.node_id] = sequence
         return None

@@ -45,6 +45,10 @@ class NodeClock:
         """What both clocks show at this real time."""
         return Now(self.instant(real), WallTime(WALL_START + real + self._skew))
 
+    def wall(self, real: int) -> WallTime:
+        """What the wall clock shows at this real time."""
+        return WallTime(WALL_START + real + self._skew)
+
     def instant(self, real: int) -> Instant:
         """What the instant clock shows at this real time."""
         return Instant(self._base_instant + (real - self._base_real) * self._rate // _MILLION)

@@ -83,15 +83,17 @@ def _tell_of_members(subjects: Sequence[NodeCore], observers: Sequence[NodeCore]
         membership: Any = core._membership
         table, view, own = membership._table, membership._view, core.node_id
         view.add_all(node_id for node_id, _ in claims if table.get(node_id) is None)
+        unknown = []
         for node_id, claim in claims:
             entry = table.get(node_id)
             if entry is None:
                 entry = Entry(node_id, claim)
                 entry.told = (claim.state, "well")
-                table.add(entry, claim, NOBODY, Instant(0))
+                unknown.append(entry)
             elif node_id != own:
                 table.put(entry, claim, NOBODY, Instant(0))
             entry.record_noted = claim.record_sequence
+        table.add_all(unknown)
         membership._recount()
         for key in list(membership._broadcasts._level_of):
             membership._broadcasts.discard(key)
@@ -105,6 +107,7 @@ def _tell_of_records(cores: Sequence[NodeCore]) -> None:
         standing.update(core._standing)
     digests = {head.digest: node_id for node_id, head in heads.items()}
     for core in cores:
+        core._admission._caught_up_at = None  # each has heard what was revoked, and judged these
         book: Any = core._book
         book._heads = dict(heads)
         book._by_digest = dict(digests)

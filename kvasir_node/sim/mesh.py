@@ -94,6 +94,8 @@ class Mesh:
         self._schedule = schedule
         self._deliver = deliver
         self._neighbours: dict[int, set[int]] = {}
+        self._in_order: dict[int, list[int]] = {}
+        """The neighbours of a node in order, until they change."""
         self._free_at: list[int] = []
         self._repair_at: int | None = None
         self._by_digest: OrderedDict[bytes, bytes] = OrderedDict()
@@ -111,14 +113,19 @@ class Mesh:
 
     def disconnect(self, node: int, now: int) -> None:
         """The node is gone; those it leaves behind mend the mesh at their next heartbeat."""
+        self._in_order.pop(node, None)
         for other in self._neighbours.pop(node, ()):
             self._neighbours[other].discard(node)
+            self._in_order.pop(other, None)
         if self._repair_at is None:
             self._repair_at = now + self.options.repair_interval
 
     def neighbours_of(self, node: int) -> list[int]:
         """Whom the node has connections with."""
-        return sorted(self._neighbours.get(node, ()))
+        known = self._in_order.get(node)
+        if known is None:
+            known = self._in_order[node] = sorted(self._neighbours.get(node, ()))
+        return known
 
     def publish(self, now: int, node: int, publisher: NodeId, topic: str, data: bytes) -> None:
         """Spread these bytes from this node to all that can be reached. The node itself is not told."""
@@ -157,7 +164,7 @@ class Mesh:
             return
         best, done, network = publication.best, publication.done, self._network
         size, is_whole = len(publication.data), network.is_whole
-        for other in sorted(self._neighbours[node]):
+        for other in self.neighbours_of(node):
             if not is_whole and network.is_cut(node, other):
                 continue
             self.bytes_count += size
@@ -189,6 +196,8 @@ class Mesh:
         for other in self._random.sample(candidates, min(wanted - len(mine), len(candidates))):
             mine.add(other)
             self._neighbours[other].add(node)
+            self._in_order.pop(other, None)
+        self._in_order.pop(node, None)
 
     def _repair(self) -> None:
         self._repair_at = None

@@ -11,6 +11,7 @@ equal, and counts for nothing else; in a full table it gives way first. What new
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
@@ -247,6 +248,17 @@ class Table:
         elif entry.is_live:
             self.live_count += 1
         return forgotten
+
+    def add_all(self, entries: Iterable[Entry]) -> None:
+        """Enter live members with their claims: as `add` for each, for the price of one digest a bucket."""
+        for entry in entries:
+            entry.claim, entry.packed, entry.share = _written(entry.node_id, entry.claim, NOBODY)
+            index = entry.key[0] % BUCKETS
+            self._entries[entry.node_id] = self._buckets[index][entry.key] = entry
+            self._sums[index] += entry.share
+            self.live_count += 1
+        for index in range(BUCKETS):
+            self._sum(index, 0)
 
     def put(self, entry: Entry, claim: Claim, accuser: bytes, now: Instant) -> None:
         """A known member's claim has changed; what is said of hearsay stays hearsay, and lives for it."""
