@@ -1279,19 +1279,11 @@ class MembershipCore:
 
     def _hint_at_newer_records(self) -> None:
         """Members whose record was lost on its way, refused, or displaced: let it be asked for once more."""
-        behind = [
-            each
-            for each in self._table.in_order()
-            if each.is_live and each is not self._self and self._is_behind(each)
-        ]
+        behind = [each for each in self._table.behind() if each is not self._self]
         if len(behind) > RECORD_HINTS_MAX:
             behind = self._entropy.sample(behind, RECORD_HINTS_MAX)
         for entry in behind:
             self._hint(entry)
-
-    @staticmethod
-    def _is_behind(entry: Entry) -> bool:
-        return entry.claim.record_sequence > entry.record_noted
 
 
 def _cancel(timer: Timer | None) -> None:

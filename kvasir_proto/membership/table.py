@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias
 
 from kvasir_proto.ids import NodeId, public_key_of
@@ -167,6 +168,9 @@ class Entry:
         return "slow" if self.slow else "well"
 
 
+_by_id: Final = attrgetter("node_id")
+
+
 @lru_cache(maxsize=16384)
 def _written(node_id: NodeId, claim: Claim, accuser: bytes) -> tuple[Claim, bytes, int]:
     """A claim, as bytes, and its share of its bucket's digest; kept, since most nodes say the same."""
@@ -222,6 +226,15 @@ class Table:
     def in_order(self) -> list[Entry]:
         """All entries, by node id."""
         return [self._entries[node_id] for node_id in sorted(self._entries)]
+
+    def behind(self) -> list[Entry]:
+        """Live members of which a newer record was named than was seen, by node id."""
+        found = [
+            each
+            for each in self._entries.values()
+            if each.is_live and each.claim.record_sequence > each.record_noted
+        ]
+        return sorted(found, key=_by_id)
 
     def bucket(self, index: int) -> list[Entry]:
         """A bucket's entries, tombstones included and hearsay left out, by key."""
