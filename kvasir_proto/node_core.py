@@ -32,6 +32,7 @@ from kvasir_proto.admission import (
     UseInvite,
     open_credential,
 )
+from kvasir_proto.answer_times import AnswerTimes, SlowHolder
 from kvasir_proto.capability import CapabilityRecord, HeldShard, held_shard
 from kvasir_proto.effects import Effect, Notice, Now, Send, Slot
 from kvasir_proto.election.configuration import sign_nomination
@@ -220,6 +221,14 @@ class Quarantine:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class AnswersSeen:
+    """As backbone: the mean time of this holder's small answers in a window. See `answer_times`."""
+
+    node_id: NodeId
+    mean: Duration
+
+
 NodeCommand: TypeAlias = (
     Seed
     | ConnectionLost
@@ -231,6 +240,7 @@ NodeCommand: TypeAlias = (
     | BackboneEngineDied
     | HolderFailed
     | Quarantine
+    | AnswersSeen
     | AdoptProof
     | StepDown
     | Recover
@@ -303,6 +313,8 @@ class NodeView:
     clock_offset: Duration | None
     quarantined: tuple[Quarantined, ...] = ()
     """Whom this node plans without, whenever it is backbone."""
+    slow: tuple[SlowHolder, ...] = ()
+    """Whom it has seen to answer later than the others, and plans with as with slower ones."""
 
 
 _NOTHING: Final = ShardSet()
@@ -412,6 +424,7 @@ class NodeCore:
         )
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()
+        self._answer_times = AnswerTimes()
         self._steadiness = Steadiness()
         self._drains: tuple[Callable[[], Sequence[Effect | NodeEvent]], ...] = (
             self._membership.drain,
@@ -426,6 +439,7 @@ class NodeCore:
             self._placement.next_deadline,
             self._offers.next_deadline,
             self._quarantine.next_end,
+            self._answer_times.next_end,
             self._steadiness.next_deadline,
         )
         self._deadline: Instant | None = None
@@ -557,6 +571,11 @@ class NodeCore:
                 self._quarantine.add(Quarantined(node_id, until, reason))
                 self._forget_holding(node_id)
                 self._note_change(now.instant)
+            case AnswersSeen(node_id, mean):
+                slow = self._answer_times.note(node_id, mean, now.instant)
+                if slow is not None:
+                    self._effects.append(Notice("holder_slow", (("node", node_id), ("times", slow.times))))
+                    self._note_change(now.instant)
         self._settle(now)
 
     def tick(self, now: Now) -> None:
@@ -573,7 +592,8 @@ class NodeCore:
             if deadline is not None and deadline <= now.instant:
                 core.tick(now)
         self._offers.tick(now.instant)
-        if self._quarantine.let_go(now.instant):
+        # Both: each is to forget those whose time is over.
+        if self._quarantine.let_go(now.instant) | self._answer_times.let_go(now.instant):
             self._note_change(now.instant)
         if self._steadiness.tick(now.instant):
             self._effects.append(Notice("backbone_engine_steady"))
@@ -664,6 +684,7 @@ class NodeCore:
             missing=missing,
             clock_offset=self._clock_offset,
             quarantined=self._quarantine.rows(),
+            slow=self._answer_times.rows(),
         )
 
     def _state(self) -> tuple[NodeState, str]:
@@ -1202,6 +1223,7 @@ class NodeCore:
     def _place(self, node_id: NodeId, standing: _Standing, row_times: Mapping[int, int]) -> Place:
         record = standing.record
         row_ns = row_times.get(record.expert_row_ns)
+        times = self._answer_times.times(node_id)
         is_own = node_id == self._node_id
         member = None if is_own else self._membership.member(node_id)
         state: PlaceState = "serving" if len(standing.holding) else "joined"
@@ -1221,7 +1243,7 @@ class NodeCore:
             accumulation=record.accumulation,
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
-            rate_rows_s=max(1, 1_000_000_000 // row_ns) if row_ns else None,
+            rate_rows_s=max(1, 1_000_000_000 // (row_ns * times)) if row_ns else None,
             rtt_ns=0 if is_own else _coarse_rtt(member),
             state=state,
             is_backbone=is_own,

@@ -31,7 +31,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, PairIndices, RemoteHolder, Request
+from kvasir_node.backbone.holder import (
+    NO_PAIRS,
+    SMALL_ANSWER_PAIRS,
+    IndexBuffer,
+    PairIndices,
+    RemoteHolder,
+    Request,
+)
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
 from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
@@ -216,17 +223,20 @@ class Dispatcher:
         programs: Sequence[ExpertProgram],
         *,
         on_holder_lost: Callable[[NodeId, str, str], None],
+        on_answers_timed: Callable[[NodeId, int], None],
         compact_activations: bool = False,
     ) -> None:
         """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
 
         With ``compact_activations`` rows travel to holders in the smallest wire type that changes no result.
-        ``on_holder_lost`` gets a node id, a code of one word and a sentence; it must not block.
+        ``on_holder_lost`` gets a node id, a code of one word and a sentence, ``on_answers_timed`` a node id
+        and the mean nanoseconds of its small answers in a window of time; they must not block.
         """
         self._native = native
         self._manifest = manifest
         self._programs = programs
         self._on_holder_lost = on_holder_lost
+        self._on_answers_timed = on_answers_timed
         self._compact_activations = compact_activations
         self._wire_types: dict[tuple[int, int], WireType] = {}  # by layer and program
         self._authority = _Authority()
@@ -835,7 +845,13 @@ class Dispatcher:
         )
         if request.abandoned or not n_pairs:
             return
-        holder.rate.learn(time.monotonic_ns() - request.submitted_ns - holder.rtt_ns, n_pairs)
+        now_ns = time.monotonic_ns()
+        elapsed_ns = now_ns - request.submitted_ns
+        holder.rate.learn(elapsed_ns - holder.rtt_ns, n_pairs)
+        if n_pairs <= SMALL_ANSWER_PAIRS:
+            mean_ns = holder.window.take(elapsed_ns, now_ns)
+            if mean_ns is not None:
+                self._on_answers_timed(holder.node_id, mean_ns)
         bad = self._accept(holder.payload_address, request.n_results, request.indices, request.start, n_pairs)
         if bad >= 0:
             bad_pairs = self._bad_pairs(holder.payload_address, request.n_results, request.pairs)

@@ -54,6 +54,7 @@ from kvasir_proto.ids import NodeId, SessionId
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.messages.engine import (
+    AnswersTimed,
     CancelSession,
     ConnectHolder,
     EngineFault,
@@ -236,6 +237,7 @@ class BackboneEngine:
                     manifest,
                     hook.programs,
                     on_holder_lost=self._on_holder_lost,
+                    on_answers_timed=self._on_answers_timed,
                     compact_activations=message.compact_activations,
                 )
             trunk = Trunk(Path(message.backbone_path), settings, experts)
@@ -281,6 +283,9 @@ class BackboneEngine:
 
     def _on_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
         self._channel.send(HolderLost(node_id, code, as_sentence(reason)))
+
+    def _on_answers_timed(self, node_id: NodeId, mean_ns: int) -> None:
+        self._channel.send(AnswersTimed(node_id, mean_ns))
 
     def _start_session(self, message: Generate) -> None:
         cancelled = threading.Event()

@@ -68,6 +68,15 @@ _FIRST_PAIR_NS: Final = 2_000_000
 
 _SMOOTHING: Final = 0.2
 
+SMALL_ANSWER_PAIRS: Final = 16
+"""Answers of so many pairs or fewer are small: a token's, or those of a few sessions' tokens."""
+
+_WINDOW_NS: Final = 10_000_000_000
+_WINDOW_NS_MAX: Final = 60_000_000_000
+_WINDOW_ANSWERS_MIN: Final = 64
+_WINDOW_ANSWER_NS_MAX: Final = 500_000_000
+"""One answer counts for no more: a machine that slept for a minute once is not slow."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -113,6 +122,32 @@ class AnswerRate:
         self.measured = True
 
 
+class AnswerWindow:
+    """The time of a holder's small answers, round trip included, over ten seconds or more: their mean.
+
+    Small ones alone, since a layer of a text waits for such; each holder's can be compared with the others'.
+    The mean, since a machine that stands still nine tenths of the time answers most requests at once.
+    """
+
+    __slots__ = ("_n_answers", "_started_ns", "_total_ns")
+
+    def __init__(self) -> None:
+        self._n_answers = self._total_ns = self._started_ns = 0
+
+    def take(self, elapsed_ns: int, now_ns: int) -> int | None:
+        """Take in one answer. Returns the mean in nanoseconds if that closes the window, else None."""
+        if not self._n_answers:
+            self._started_ns = now_ns
+        self._n_answers += 1
+        self._total_ns += min(elapsed_ns, _WINDOW_ANSWER_NS_MAX)
+        if now_ns - self._started_ns < _WINDOW_NS:
+            return None
+        mean_ns = self._total_ns // self._n_answers if self._n_answers >= _WINDOW_ANSWERS_MIN else None
+        if mean_ns is not None or now_ns - self._started_ns > _WINDOW_NS_MAX:
+            self._n_answers = self._total_ns = 0
+        return mean_ns
+
+
 @dataclass(slots=True)
 class RemoteHolder:
     """A worker as the dispatcher sees it. ``reply_floor_ns`` is the constant part of its deadlines."""
@@ -122,6 +157,7 @@ class RemoteHolder:
     rtt_ns: int = 0
     reply_floor_ns: int = REPLY_FLOOR_NS
     rate: AnswerRate = field(default_factory=AnswerRate)
+    window: AnswerWindow = field(default_factory=AnswerWindow)
     programs: set[int] = field(default_factory=set)
     outstanding: deque[Request] = field(default_factory=deque)
     _sending: deque[Request] = field(default_factory=deque)

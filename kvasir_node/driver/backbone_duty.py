@@ -32,10 +32,11 @@ from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, SessionId, node_id_of
-from kvasir_proto.instants import Instant, WallTime, between, in_seconds, seconds
+from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.membership.events import MemberChanged
 from kvasir_proto.messages.engine import (
+    AnswersTimed,
     CancelSession,
     ConnectHolder,
     EngineMessage,
@@ -56,6 +57,7 @@ from kvasir_proto.messages.engine import (
 from kvasir_proto.messages.local import USAGE_ERROR, EvaluateReply, EvaluateRequest, GenerateRequest
 from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import (
+    AnswersSeen,
     BackboneEngineDied,
     HolderFailed,
     HolderReady,
@@ -628,6 +630,8 @@ class BackboneDuty:
                         session.tokens.close()
                 case HolderLost():
                     self._lose_connection(event.node_id, event.code, event.reason, is_engines_word=True)
+                case AnswersTimed():
+                    self._core.command(AnswersSeen(event.node_id, Duration(event.mean_ns)))
                 case HolderConnected():
                     # Whoever asked for it waits no more: it is not to be asked for rows behind our back.
                     row = self._holders.get(event.node_id)

@@ -16,6 +16,7 @@ from kvasir_node import __version__
 from kvasir_node.driver.last_error import NO_ERROR
 from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.answer_times import SlowHolder
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.codec import decode
 from kvasir_proto.ids import NodeId, node_id_of
@@ -250,14 +251,17 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     shard = plan.shard_of(member.node_id) if plan is not None else ShardSet()
     quarantined = {each.node_id: each for each in sources.view.quarantined} if sources.view else {}
     fault = quarantined.get(member.node_id)
+    slow = {each.node_id: each for each in sources.view.slow} if sources.view else {}
+    late = slow.get(member.node_id)
     return {
         "node_id": member.node_id,
         "state": member.state,
         "condition": member.condition,
-        "reason": _reason_of(member, fault, connection, said_state, said_reason),
+        "reason": _reason_of(member, fault, late, connection, said_state, said_reason),
         "said_state": said_state,
         "holder_state": connection.get("state"),
         "quarantined_s": _seconds(between(now, fault.until) if fault is not None else None),
+        "answers_times_slower": late.times if late is not None else None,
         "version": record.node_version if record is not None else None,
         "backend": record.backend if record is not None else None,
         "device": record.device if record is not None else None,
@@ -280,6 +284,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
 def _reason_of(
     member: Member,
     fault: Quarantined | None,
+    late: SlowHolder | None,
     connection: Mapping[str, Any],
     said_state: str | None,
     said_reason: str,
@@ -294,6 +299,8 @@ def _reason_of(
         return fault.reason
     if connection and connection["state"] != "serving":
         return str(connection["reason"] or member.reason)
+    if late is not None:
+        return f"it answers {late.times} times later than the others: it is asked for less, or for nothing"
     if member.condition != "well" or said_state in (None, "ready"):
         return member.reason or said_reason
     return said_reason or member.reason

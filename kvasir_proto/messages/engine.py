@@ -365,6 +365,15 @@ class HolderLost:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswersTimed:
+    """The mean time of a holder's small answers over ten seconds or more, round trip included."""
+
+    kind: ClassVar[str] = "answers_timed"
+    node_id: NodeIdField
+    mean_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveHolder:
     """Dispatch nothing more to this node from the next layer call on."""
 
@@ -528,6 +537,7 @@ EngineMessage: TypeAlias = (
     | ConnectHolder
     | HolderConnected
     | HolderLost
+    | AnswersTimed
     | RemoveHolder
     | LoadOwnShard
     | OwnShardLoaded

@@ -704,7 +704,9 @@ def run_dispatcher(data: bytes) -> None:
     ids = [[script.byte() % N_EXPERT for _ in range(2)] for _ in range(n_tokens)]
     primary = shard_of(*range(1 + script.byte() % N_EXPERT))
     ours, theirs = socket.socketpair()
-    dispatcher = Dispatcher(load(), toy_manifest(), [PROGRAM], on_holder_lost=lambda *_: None)
+    dispatcher = Dispatcher(
+        load(), toy_manifest(), [PROGRAM], on_holder_lost=lambda *_: None, on_answers_timed=lambda *_: None
+    )
     with ours, theirs:
         dispatcher.set_authority(0, 1)
         dispatcher.add_holder(RemoteHolder(_HOLDER, cast(Any, theirs)), EVERYTHING, primary)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from kvasir_proto import records
+from kvasir_proto import answer_times, records
 from kvasir_proto.admission import (
     Credential,
     InviteIssued,
@@ -34,6 +34,7 @@ from kvasir_proto.messages.membership import Ping
 from kvasir_proto.messages.plan import PlanAccept
 from kvasir_proto.node_core import (
     FAR_SAMPLES_MIN,
+    AnswersSeen,
     BackboneEngineDied,
     Describe,
     HolderFailed,
@@ -975,3 +976,32 @@ def test_a_member_whose_first_round_trips_are_long_is_placed_with_the_others() -
     swarm.run(seconds(20), lambda: starting.node_id in plans_of(backbone)[-1].nodes)
     (member,) = (each for each in backbone.core.view().members if each.node_id == starting.node_id)
     assert member.rtt_samples < FAR_SAMPLES_MIN, "it was placed before anybody could say that it is far"
+
+
+def test_a_holder_that_answers_later_than_it_says_is_asked_for_nothing_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer_times, "SLOW_FOR", seconds(20))
+    swarm = SmallSwarm(0)
+    for number in range(1, 5):
+        swarm.add(number, expert_row_ns=5_000)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    late, *others = (each for each in swarm.nodes.values() if each is not backbone)
+
+    def asked_of(node: SmallNode) -> int:
+        return len(plans_of(backbone)[-1].primary_shard_of(node.node_id))
+
+    swarm.run(seconds(20), lambda: asked_of(late) > 0)
+    for _ in range(answer_times.WINDOWS):
+        swarm.run(seconds(1))
+        for each in others:
+            backbone.core.command(AnswersSeen(each.node_id, milliseconds(1)), swarm.now(backbone))
+        backbone.core.command(AnswersSeen(late.node_id, milliseconds(40)), swarm.now(backbone))
+        swarm._do(backbone)
+    swarm.run(seconds(30), lambda: asked_of(late) == 0)
+    (slow,) = backbone.core.view().slow
+    assert (slow.node_id, slow.times) == (late.node_id, 40)
+    swarm.run(seconds(40), lambda: asked_of(late) > 0)
+    assert backbone.core.view().slow == ()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvasir_node.backbone import dispatcher as dispatcher_module
+from kvasir_node.backbone import holder as holder_module
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder
 from kvasir_node.backbone.hook import DecodeAborted
@@ -54,6 +55,7 @@ class Swarm:
     def __init__(self, width: int = 4) -> None:
         self.width = width
         self.lost: list[tuple[NodeId, str, str]] = []
+        self.timed: list[tuple[NodeId, int]] = []
         self.workers: list[ScriptedWorker] = []
         self.programs = [PROGRAM]
         self.dispatcher = Dispatcher(
@@ -61,6 +63,7 @@ class Swarm:
             toy_manifest(width),
             self.programs,
             on_holder_lost=lambda *all_of: self.lost.append(all_of),
+            on_answers_timed=lambda *both: self.timed.append(both),
         )
         self.dispatcher.set_authority(0, 1)
 
@@ -418,6 +421,22 @@ def test_settling_gives_up_who_is_late(swarm: Swarm) -> None:
         swarm.dispatcher(ToyCall(IDS))
     swarm.dispatcher.settle()
     assert [(node, code) for node, code, _ in swarm.lost][1:] == [(silent.node_id, "late")]
+
+
+def test_small_answers_are_timed_in_windows(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder_module, "_WINDOW_NS", 0)
+    monkeypatch.setattr(holder_module, "_WINDOW_ANSWERS_MIN", 4)
+    holders = {swarm.add(LOW, LOW).node_id, swarm.add(HIGH, HIGH).node_id}
+    for _ in range(4):
+        swarm.run()
+    means = dict(swarm.timed)
+    assert means.keys() == holders
+    assert all(0 < each < IN_TIME_S * 10**9 for each in means.values())
+    monkeypatch.setattr(dispatcher_module, "SMALL_ANSWER_PAIRS", 1)
+    swarm.timed.clear()
+    for _ in range(4):
+        swarm.run()
+    assert swarm.timed == []
 
 
 def test_coverage_is_awaited_with_patience_and_for_whoever_still_wants_it(swarm: Swarm) -> None:

@@ -17,6 +17,7 @@ from kvasir_node.backbone.holder import (
     PAIR_NS_MAX,
     REPLY_FLOOR_NS,
     AnswerRate,
+    AnswerWindow,
     IndexBuffer,
     RemoteHolder,
     Request,
@@ -232,6 +233,26 @@ def test_a_rate_is_learnt_from_replies_and_smoothed() -> None:
     assert rate.pair_ns == 1000.0
     rate.learn(8000, 4)
     assert rate.pair_ns == 1200.0
+
+
+def test_a_window_closes_after_ten_seconds_of_enough_answers_with_their_mean() -> None:
+    window, second = AnswerWindow(), 1_000_000_000
+    closed = [window.take(100 + 60 * (number % 2), number * second // 10) for number in range(101)]
+    assert closed == [None] * 100 + [129]
+    assert window.take(7, 11 * second) is None, "a new one has begun"
+    # Too few in ten seconds: it stays open for more of them, and is forgotten after a minute.
+    window = AnswerWindow()
+    assert [window.take(900, number * 5 * second) for number in range(14)] == [None] * 14
+    closed = [window.take(5, 100 * second + number * second // 5) for number in range(80)]
+    assert [each for each in closed if each is not None] == [5]
+
+
+def test_one_answer_of_a_machine_that_slept_does_not_make_it_slow() -> None:
+    window, second = AnswerWindow(), 1_000_000_000
+    closed = [
+        window.take(3600 * second if number == 7 else 0, number * second // 100) for number in range(1001)
+    ]
+    assert closed[-1] == second // 2 // 1001
 
 
 def test_an_answer_faster_than_the_measured_round_trip_takes_no_time() -> None:

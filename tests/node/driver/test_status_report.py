@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_node.cli.status import word_of
 from kvasir_node.driver.status_report import MISSING_RANGES_MAX, StatusSources, status_document
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.answer_times import SlowHolder
 from kvasir_proto.capability import CapabilityRecord, RankVerdict, held_shard
 from kvasir_proto.election.states import Role
 from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
@@ -148,6 +149,7 @@ MEMBER_KEYS = {
         "said_state",
         "holder_state",
         "quarantined_s",
+        "answers_times_slower",
         "version",
         "backend",
         "device",
@@ -282,6 +284,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "said_state": "ready",
         "holder_state": None,
         "quarantined_s": None,
+        "answers_times_slower": None,
         "version": "0.1",
         "backend": "ggml-cpu",
         "device": "zen4",
@@ -315,6 +318,15 @@ def test_a_member_in_quarantine_is_shown_with_its_reason_and_its_time() -> None:
     shown, other = document(view, known)["members"]
     assert (shown["quarantined_s"], shown["reason"]) == (90.0, "non_finite: row 3 is not finite")
     assert (other["quarantined_s"], other["reason"]) == (None, "")
+
+
+def test_a_member_that_answers_later_than_it_says_is_shown_with_how_much_later() -> None:
+    late = SlowHolder(SECOND, 12, Instant(NOW + seconds(90)))
+    view = view_with(members=(member(SECOND), member(THIRD)), slow=(late,))
+    shown, other = document(view)["members"]
+    assert shown["answers_times_slower"] == 12
+    assert "12 times later than the others" in shown["reason"]
+    assert other["answers_times_slower"] is None
 
 
 def test_a_member_that_was_never_heard_has_no_times() -> None:
