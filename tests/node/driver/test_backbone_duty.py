@@ -52,6 +52,7 @@ from kvasir_proto.messages.engine import (
 )
 from kvasir_proto.messages.local import EvaluateRequest, GenerateRequest
 from kvasir_proto.node_core import (
+    AnswersSeen,
     HolderFailed,
     HolderReady,
     PlanReceived,
@@ -868,6 +869,16 @@ async def test_a_holder_that_computes_wrongly_is_quarantined_and_the_core_plans_
         backbone.issue(backbone.make(*holders))
         await until(lambda: backbone.failed(faulty))  # it is tried again, and the network to it is cut
         assert backbone.line(faulty)["state"] == "unreachable"
+
+
+async def test_the_core_is_told_how_late_holders_answer(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 2)
+        await backbone.engine.time_answers(holders[0].node_id, 3_000_000)
+        await until(lambda: bool(backbone.core.commanded(AnswersSeen)))
+        assert backbone.core.commanded(AnswersSeen) == [AnswersSeen(holders[0].node_id, milliseconds(3))]
 
 
 async def test_a_fault_found_while_connecting_quarantines_too(

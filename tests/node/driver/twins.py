@@ -33,6 +33,7 @@ from kvasir_proto.manifest import ShardSet
 from kvasir_proto.measured_kernel import PROBE_VERSION, KeptMeasurement, MeasuredClass, MeasuredKernel
 from kvasir_proto.messages.engine import (
     ENGINE,
+    AnswersTimed,
     CancelSession,
     CertificationAdvanced,
     CertifyKernel,
@@ -261,6 +262,10 @@ class TwinEngine:
         """A backbone says that it has given a holder up."""
         self.connected.pop(node_id, None)
         await self.say(HolderLost(node_id, code, reason))
+
+    async def time_answers(self, node_id: NodeId, mean_ns: int) -> None:
+        """A backbone says how long a holder takes for its small answers."""
+        await self.say(AnswersTimed(node_id, mean_ns))
 
     async def run(self) -> None:
         """Answer control until the end."""
