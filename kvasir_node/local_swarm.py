@@ -193,12 +193,19 @@ async def evaluate_logits(
 async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Sampling) -> Generation:
     """Run one session. Raises like `error_of_session` when it fails."""
     tokenized = await engine.exchange(Tokenize(engine.next_request(), prompt), Tokenized, CONNECT_TIMEOUT_S)
+    return await continue_tokens(engine, tokenized.token_ids, n_tokens, sampling=sampling)
+
+
+async def continue_tokens(
+    engine: Engine, token_ids: tuple[int, ...], n_tokens: int, *, sampling: Sampling
+) -> Generation:
+    """Run one session that begins with these tokens. Raises like `error_of_session` when it fails."""
     session = SessionId(secrets.token_bytes(16))
     await engine.send(
         Generate(
             session=session,
             prompt=None,
-            token_ids=tokenized.token_ids,
+            token_ids=token_ids,
             n_tokens=n_tokens,
             sampling=sampling,
             deadline_ms=int(EVALUATE_TIMEOUT_S * 1000),
@@ -212,7 +219,7 @@ async def generate(engine: Engine, prompt: str, n_tokens: int, *, sampling: Samp
             case SessionEnded() if event.session == session:
                 if event.reason == "failed":
                     raise error_of_session(event.code, event.detail)
-                return Generation(tokenized.token_ids, tuple(tokens), event.tokens_per_second)
+                return Generation(token_ids, tuple(tokens), event.tokens_per_second)
             case _:
                 pass  # what an engine says about holders is its dispatcher's to act on
     reason = await engine.wait_ended()

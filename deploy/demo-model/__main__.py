@@ -44,6 +44,18 @@ def tokenizer_stage(work: Path, options: argparse.Namespace) -> None:
         print(f"{side}: {len(array.ids)} tokens, {size_bytes / len(array.ids):.3f} bytes a token")
 
 
+def cloze_stage(work: Path, options: argparse.Namespace) -> None:
+    """corpus.json, tokenizer.json -> held-out.txt, cloze.jsonl (both ship with the model)"""
+    import cloze
+    import corpus
+
+    held_out = corpus.read_split(work / "corpus.json").held_out
+    size_bytes, n_item = cloze.write(
+        held_out, cloze.words_of(work / "tokenizer.json"), work / "held-out.txt", work / "cloze.jsonl"
+    )
+    print(f"held-out.txt: {size_bytes} bytes; cloze.jsonl: {n_item} items")
+
+
 def train_stage(work: Path, options: argparse.Namespace) -> None:
     """train.npz, held_out.npz -> weights.pt, results/loss-curve.csv (resumes from checkpoint.pt)"""
     import torch
@@ -117,6 +129,7 @@ def plot_stage(work: Path, options: argparse.Namespace) -> None:
 STAGES: dict[str, Callable[[Path, argparse.Namespace], None]] = {
     "corpus": corpus_stage,
     "tokenizer": tokenizer_stage,
+    "cloze": cloze_stage,
     "train": train_stage,
     "baseline": baseline_stage,
     "export": export_stage,

@@ -15,7 +15,7 @@ root=$(cd "$here/../.." && pwd)
 mkdir -p "$1"
 work=$(cd "$1" && pwd)
 shift
-[ $# -ge 1 ] || set -- packages environment corpus tokenizer baseline train export reference verify plot
+[ $# -ge 1 ] || set -- packages environment corpus tokenizer cloze baseline train export reference verify plot
 
 packages="bible-kjv bible-kjv-text sword-text-web sword-comm-mhcc r-cran-janeaustenr jargon-text dict-devil"
 threads=${THREADS:-2}

@@ -20,6 +20,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.backbone.graph_watch import GraphWatch
 from kvasir_node.backbone.tensor_placement import place_tensors
 from kvasir_node.engine.llama_log import forget_errors, name_model, why_it_failed
 from kvasir_node.ggml_devices import NO_DEVICE, trunk_device
@@ -66,12 +67,14 @@ class Trunk:
         experts: ExpertSource | None,
         *,
         header_only: bool = False,
+        watch: GraphWatch | None = None,
     ) -> None:
         """Load ``path``; without ``experts`` llama.cpp computes the whole model.
 
-        With ``header_only`` no tensor's bytes are loaded, and nothing can be decoded. Raises `ModelUnusable`,
-        with llama.cpp's reason, when it refuses the file or the context, `ConfigurationInvalid` when the
-        device is not there.
+        With ``header_only`` no tensor's bytes are loaded, and nothing can be decoded. ``watch`` is shown
+        values of the graph as they are computed, on the processor only, and outlives the trunk. Raises
+        `ModelUnusable`, with llama.cpp's reason, when it refuses the file or the context,
+        `ConfigurationInvalid` when the device is not there.
         """
         self._experts = experts
         self.settings = settings
@@ -103,6 +106,10 @@ class Trunk:
         context.no_perf = True
         # Or a graphics processor is lent the processor's experts for large batches, weights and all.
         context.op_offload = False
+        if watch is not None:
+            if device is not None:
+                raise UsageError("values of the graph can be seen on the processor only")
+            watch.attach(context)
         self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
             llama_cpp.llama_model_free(self._model)

@@ -12,6 +12,20 @@ import click
 from kvasir_node.bench.machine import describe_machine, read_bandwidth
 from kvasir_node.bench.test_model import LAYER_SHAPE
 from kvasir_node.cli.generate import parse_token_ids
+from kvasir_node.cli.measure_authority import authority
+from kvasir_node.cli.measure_levels import (
+    POSITIONS,
+    SINGLY,
+    WINDOW,
+    Asked,
+    compare_logits_of_sides,
+    decisions,
+    drift,
+    generation,
+    logits_rows,
+    save,
+    task,
+)
 from kvasir_node.cli.measure_operations import ops
 from kvasir_node.cli.measured_model import prepare_reference, random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
@@ -29,7 +43,7 @@ from kvasir_node.measure.logits import (
     random_tokens,
 )
 from kvasir_node.model.report import file_report
-from kvasir_node.model.store import StoredModel
+from kvasir_node.model.store import DEMO_MODEL, StoredModel
 from kvasir_node.working_directory import working_directory
 from kvasir_proto.errors import OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, WORKERS_MAX
@@ -47,20 +61,30 @@ def measure() -> None:
     """Measure how far a swarm is from a single process, and backends from each other."""
 
 
-measure.add_command(ops)
+for command in (ops, drift, decisions, generation, task, save, authority):
+    measure.add_command(command)
 
 
 @measure.command("logits")
 @click.option(
+    "--between",
+    nargs=2,
+    metavar="BASE RUN",
+    help="Two sides as of 'measure drift', on held-out text, in place of a process and a swarm.",
+)
+@click.option(
     "--model",
     type=NonEmptyText(),
-    required=True,
+    default=str(DEMO_MODEL),
+    show_default="the demo's",
     help="A GGUF file, or the name or digest of a model of this home.",
 )
 @click.option("--token-ids", help="The tokens to feed, comma-separated.")
 @click.option("--tokens-file", type=click.Path(path_type=Path), help="A file of token ids.")
 @click.option(
-    "--positions", type=click.IntRange(1, CONTEXT_LENGTH_MAX), help="So many random tokens. Default: 128."
+    "--positions",
+    type=click.IntRange(1, CONTEXT_LENGTH_MAX),
+    help="So many random tokens, or tokens of the text with --between. Default: 128; 2048.",
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the random tokens."
@@ -82,7 +106,7 @@ measure.add_command(ops)
     help="Positions computed at once.",
 )
 @click.option("--chunks", help="Tokens of each decode, such as 256,1x32. Default: half at once, then singly.")
-@click.option("--kv-type", type=click.Choice(["f16", "f32"]), default="f16", show_default=True)
+@click.option("--kv-type", type=click.Choice(["f16", "f32"]), help="Default: f16; f32 with --between.")
 @click.option(
     "--compact-activations",
     is_flag=True,
@@ -110,6 +134,7 @@ measure.add_command(ops)
 @click.pass_obj
 def logits(
     session: CommandSession,
+    between: tuple[str, str] | None,
     model: str,
     token_ids: str | None,
     tokens_file: Path | None,
@@ -120,7 +145,7 @@ def logits(
     threads: int,
     ubatch: int,
     chunks: str | None,
-    kv_type: str,
+    kv_type: str | None,
     compact_activations: bool,
     partial_sums: bool,
     device: str,
@@ -130,8 +155,27 @@ def logits(
 ) -> None:
     """Compare the logits of a swarm of real processes with those of one process, position by position.
 
-    Statistics have the names that llama-perplexity gives them; the base is the single process.
+    Statistics have the names that llama-perplexity gives them; the base is the single process. With --between
+    status 9 means surely less than 99.5 % of same top tokens, or a mean KLD surely above 1e-3.
     """
+    if between is not None:
+        if token_ids is not None or tokens_file is not None or require_exact:
+            raise UsageError(
+                "--between takes its tokens from the held-out text, and has a tolerance of its own"
+            )
+        asked = Asked(
+            model=model,
+            sides=between,
+            text=None,
+            positions=positions or POSITIONS,
+            window=WINDOW,
+            singly=SINGLY,
+            threads=threads,
+            ubatch=ubatch,
+            kv_type=kv_type or "f32",
+        )
+        compare_logits_of_sides(session, asked, as_json)
+        return
     session.configure()
     if sum(option is not None for option in (token_ids, tokens_file, positions)) > 1:
         raise UsageError("give one of --token-ids, --tokens-file and --positions")
@@ -153,7 +197,7 @@ def logits(
         holders=holders,
         n_threads=threads,
         n_ubatch=ubatch,
-        kv_type=kv_type,
+        kv_type=kv_type or "f16",
         compact_activations=compact_activations,
         partial_sums=partial_sums,
         device=device,
@@ -337,25 +381,7 @@ def _document(
 
 def _print_report(settings: LogitsSettings, measured: LogitsMeasurement) -> None:
     compared = measured.comparison
-    rows: list[tuple[str, str]] = [
-        ("Positions", f"{compared.positions}"),
-        ("Maximum |delta| of a logit", f"{compared.max_abs_delta:g}"),
-        ("RMS delta of a logit", f"{compared.rms_delta:g}"),
-        ("First different position", f"{compared.first_difference}"),
-        ("Same top p", f"{100 * compared.top1_agreement:.3f} %"),
-        ("Positions with a margin under 1e-4", f"{compared.borderline_positions}"),
-        ("Mean    KLD", f"{compared.mean_kld:.6g}"),
-        ("Maximum KLD", f"{compared.maximum_kld:.6g}"),
-        ("99.0%   KLD", f"{compared.kld_99:.6g}"),
-        ("Median  KLD", f"{compared.median_kld:.6g}"),
-        ("Minimum KLD", f"{compared.minimum_kld:.6g}"),
-    ]
-    if compared.mean_ln_ppl_ratio is not None:
-        rows += [
-            ("Mean ln(PPL(Q)/PPL(base))", f"{compared.mean_ln_ppl_ratio:.6g}"),
-            ("Mean    Δp", f"{100 * (compared.mean_delta_p or 0.0):.4g} %"),
-            ("RMS Δp", f"{100 * (compared.rms_delta_p or 0.0):.4g} %"),
-        ]
+    rows = logits_rows(compared)
     rows += [
         ("Hook calls", f"{measured.hook_calls}"),
         ("Ubatches", f"{measured.ubatches}"),

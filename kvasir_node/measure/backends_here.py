@@ -8,7 +8,7 @@ means. It refuses to know rows and gates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -45,6 +45,7 @@ def backends_here(
     *,
     say: Callable[[str], None] = lambda text: None,
     ask_devices: Callable[[], Sequence[OpenClDevice]] = devices_seen_by_child,
+    ask_hosts: Callable[[], Mapping[Kernel, str]] = built_hosts,
 ) -> tuple[Backend, ...]:
     """All of them, those that workers use first. ``say`` is told what is not here, and why."""
     try:
@@ -54,8 +55,11 @@ def backends_here(
         devices = ()
     reasons = built_hosts()
     found: list[Backend] = []
+    hosts = ask_hosts()
     for name in get_args(Kernel):
-        if name == _WITH_DEVICES:
+        if hosts.get(name):
+            say(f"no backend {name}: {hosts[name]}")
+        elif name == _WITH_DEVICES:
             found += [_on_device(device, devices, OpenClSums.F32, threads) for device in devices]
         elif reasons.get(name):
             say(f"no {name}: {reasons[name]}")

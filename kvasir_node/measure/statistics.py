@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.measure.intervals import (
+    Interval,
+    blocks_of,
+    bootstrap_interval,
+    mean_error,
+    share_interval,
+)
 from kvasir_proto.errors import EngineFailed
 
 Logits = npt.NDArray[np.float32]
@@ -31,7 +38,9 @@ class LogitsComparison:
     """The statistics of one comparison. Those of the next token need two positions; None with fewer.
 
     A KLD is in nats a position; `delta_p` is the change of the probability of the token that follows, as a
-    fraction of one (llama-perplexity prints per cent).
+    fraction of one (llama-perplexity prints per cent). What ends in `_error` is what llama-perplexity prints
+    behind a plus-minus, one standard error of independent positions; what ends in `_95` an interval, by
+    resampling windows, of which positions are not independent.
     """
 
     positions: int
@@ -48,6 +57,14 @@ class LogitsComparison:
     mean_ln_ppl_ratio: float | None
     mean_delta_p: float | None
     rms_delta_p: float | None
+    top1_95: Interval
+    mean_kld_error: float
+    mean_kld_95: Interval
+    base_perplexity: float | None
+    run_perplexity: float | None
+    mean_ln_ppl_ratio_error: float | None
+    perplexity_change: float | None
+    perplexity_change_95: Interval | None
 
 
 @dataclass(slots=True)
@@ -96,15 +113,19 @@ def largest_delta(base_path: Path, run_path: Path) -> float:
     return max(float(np.max(_deltas(base[rows], run[rows], rows))) for rows in _slices(base))
 
 
-def compare_logits(base: Logits, run: Logits, token_ids: Sequence[int]) -> LogitsComparison:
+def compare_logits(
+    base: Logits, run: Logits, token_ids: Sequence[int], windows: Sequence[int] | None = None
+) -> LogitsComparison:
     """Compare `run` with `base`, position by position; `token_ids` are the tokens that were fed.
 
-    Raises `EngineFailed` when the shapes differ, or when a logit is a NaN or an infinity that the other run
-    does not have in the same place.
+    `windows` are the lengths of the texts that were fed one after the other, each to an empty context; by
+    default it was one. `perplexity_change` is run over base, less one. Raises `EngineFailed` when the shapes
+    differ, or when a logit is a NaN or an infinity that the other run does not have in the same place.
     """
     base, run = _pair(base, run)
     positions, n_vocab = base.shape
-    following = np.asarray(token_ids[1:], dtype=np.int64)
+    windows = (positions,) if windows is None else windows
+    following = _following(token_ids, windows)
     collected = _Collected([], [], [], [], [], [], [])
     for rows in _slices(base):
         deltas = _deltas(base[rows], run[rows], rows)
@@ -115,32 +136,73 @@ def compare_logits(base: Logits, run: Logits, token_ids: Sequence[int]) -> Logit
         collected.same_top.append(np.argmax(base[rows], axis=1) == np.argmax(run[rows], axis=1))
         collected.borderline.append(_margins(base[rows]) < BORDERLINE_MARGIN)
         collected.kld.append(_kullback_leibler(base_log, run_log))
-        next_tokens = following[rows]
-        index = (np.arange(len(next_tokens)), next_tokens)
+        has_next = following[rows] >= 0
+        index = (np.flatnonzero(has_next), following[rows][has_next])
         collected.base_log_p.append(base_log[index])
         collected.run_log_p.append(run_log[index])
     largest = np.concatenate(collected.max_abs_delta)
+    same_top = np.concatenate(collected.same_top)
     kld = np.concatenate(collected.kld)
     different = np.flatnonzero(largest)
-    base_log_p, run_log_p = np.concatenate(collected.base_log_p), np.concatenate(collected.run_log_p)
-    delta_p = np.exp(run_log_p) - np.exp(base_log_p)
-    has_next = len(delta_p) > 0
+    blocks = blocks_of(windows)
     return LogitsComparison(
         positions=positions,
         max_abs_delta=float(np.max(largest)),
         rms_delta=float(np.sqrt(np.sum(np.concatenate(collected.square_sum)) / (positions * n_vocab))),
         first_difference=int(different[0]) if len(different) else None,
-        top1_agreement=float(np.mean(np.concatenate(collected.same_top))),
+        top1_agreement=float(np.mean(same_top)),
         borderline_positions=int(np.sum(np.concatenate(collected.borderline))),
         mean_kld=float(np.mean(kld)),
         maximum_kld=float(np.max(kld)),
         kld_99=float(np.quantile(kld, 0.99)),
         median_kld=float(np.median(kld)),
         minimum_kld=float(np.min(kld)),
-        mean_ln_ppl_ratio=float(np.mean(base_log_p - run_log_p)) if has_next else None,
-        mean_delta_p=float(np.mean(delta_p)) if has_next else None,
-        rms_delta_p=float(np.sqrt(np.mean(delta_p * delta_p))) if has_next else None,
+        top1_95=share_interval(int(same_top.sum()), positions),
+        mean_kld_error=mean_error(kld),
+        mean_kld_95=bootstrap_interval(lambda sums: sums[:, 0] / sums[:, 1], kld[:, None], blocks),
+        **_of_next_tokens(
+            np.concatenate(collected.base_log_p), np.concatenate(collected.run_log_p), following >= 0, blocks
+        ),
     )
+
+
+def _following(token_ids: Sequence[int], windows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The token that follows each position in its window, -1 at the window's end."""
+    if sum(windows) != len(token_ids):
+        raise EngineFailed(f"windows of {sum(windows)} positions in all for {len(token_ids)} tokens")
+    following = np.append(np.asarray(token_ids[1:], np.int64), -1)
+    following[np.cumsum(windows) - 1] = -1
+    return following
+
+
+def _of_next_tokens(
+    base_log_p: npt.NDArray[np.float64],
+    run_log_p: npt.NDArray[np.float64],
+    has_next: npt.NDArray[np.bool_],
+    blocks: Sequence[slice],
+) -> dict[str, Any]:
+    """The statistics of the tokens that follow, by their names."""
+    if len(base_log_p) == 0:
+        names = ("mean_ln_ppl_ratio", "mean_delta_p", "rms_delta_p", "base_perplexity", "run_perplexity")
+        others = ("mean_ln_ppl_ratio_error", "perplexity_change", "perplexity_change_95")
+        return dict.fromkeys((*names, *others))
+    delta_p = np.exp(run_log_p) - np.exp(base_log_p)
+    ratio = base_log_p - run_log_p
+    columns = np.zeros((len(has_next), 2))
+    columns[has_next, 0] = ratio
+    columns[:, 1] = has_next
+    return {
+        "mean_ln_ppl_ratio": float(np.mean(ratio)),
+        "mean_ln_ppl_ratio_error": mean_error(ratio),
+        "mean_delta_p": float(np.mean(delta_p)),
+        "rms_delta_p": float(np.sqrt(np.mean(delta_p * delta_p))),
+        "base_perplexity": float(np.exp(-np.mean(base_log_p))),
+        "run_perplexity": float(np.exp(-np.mean(run_log_p))),
+        "perplexity_change": float(np.expm1(np.mean(ratio))),
+        "perplexity_change_95": bootstrap_interval(
+            lambda sums: np.expm1(sums[:, 0] / np.maximum(sums[:, 1], 1)), columns, blocks
+        ),
+    }
 
 
 def _pair(base: Logits, run: Logits) -> tuple[Logits, Logits]:

@@ -9,8 +9,13 @@ from tests.tidy.repository import python_files, text_of
 OPENING = re.compile(r"llama_model_load|llama_model_quantize|llama_state_load|lora_init|llama_cpp\.Llama\(")
 TRUNK = re.compile(r"(?<![A-Za-z])Trunk\(")
 OPENER = "kvasir_node/backbone/trunk.py"
-USERS = {"kvasir_node/backbone/engine.py", "kvasir_node/backbone/trial.py"}
-"""The engine is told paths of a store's backbone and reference files; the trial is shown a backbone file."""
+USERS = {
+    "kvasir_node/backbone/engine.py",
+    "kvasir_node/backbone/trial.py",
+    "kvasir_node/measure/in_process.py",
+}
+"""The engine is told paths of a store's backbone and reference files; the trial is shown
+a backbone file; measurements open those of a stored model."""
 
 
 def test_one_module_opens_files_with_llama_cpp() -> None:

@@ -22,6 +22,7 @@ from kvasir_node.measure.operations import (
     measure_operations,
 )
 from kvasir_proto.errors import ConfigurationInvalid, EngineFailed, UsageError
+from kvasir_proto.limits import Kernel
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram
 from kvasir_proto.tolerance import EquivalenceClass
@@ -57,10 +58,16 @@ def test_without_opencl_the_others_are_there_and_the_reason_is_said() -> None:
         raise ConfigurationInvalid("PyOpenCL is not installed")
 
     said: list[str] = []
-    names = [each.name for each in backends_here(say=said.append, ask_devices=none)]
-    assert "ggml-cpu" in names
+    hosts: dict[Kernel, str] = {"ggml-sse2": "", "ggml-avx2": "it is not built"}
+    here = backends_here(say=said.append, ask_devices=none, ask_hosts=lambda: hosts)
+    names = [each.name for each in here]
+    assert {"ggml-cpu", "ggml-sse2"} <= set(names)
+    assert "ggml-avx2" not in names
     assert not any(name.startswith("opencl") for name in names)
-    assert said == ["no OpenCL backend: PyOpenCL is not installed"]
+    assert said == [
+        "no OpenCL backend: PyOpenCL is not installed",
+        "no backend ggml-avx2: it is not built",
+    ]
 
 
 def test_backends_are_chosen_by_name() -> None:

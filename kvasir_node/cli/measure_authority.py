@@ -1,0 +1,140 @@
+"""`measure authority`: what replicated routers disagree about, and what a pinned one does not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import click
+
+from kvasir_node.bench.machine import describe_machine
+from kvasir_node.cli.measure_levels import SINGLY, WINDOW, plain
+from kvasir_node.cli.measured_model import prepare_reference, stored_model
+from kvasir_node.cli.output import json_option, note, print_json, print_table
+from kvasir_node.cli.parameters import NonEmptyText
+from kvasir_node.cli.session import CommandSession
+from kvasir_node.measure.authority import AuthorityComparison, Inside, measure_authority
+from kvasir_node.measure.backends_here import Backend, backends_here, choose_backends
+from kvasir_node.measure.in_process import InProcessModel, ModelSettings
+from kvasir_node.measure.recording import cut_into_windows
+from kvasir_node.measure.task import HELD_OUT_TEXT
+from kvasir_node.model.report import file_report
+from kvasir_node.model.store import DEMO_MODEL, StoredModel
+from kvasir_proto.errors import OutOfTolerance, UsageError
+
+SCHEMA_VERSION: Final = 1
+POSITIONS: Final = 1024
+BESIDE: Final = ("opencl-pocl", "opencl-intel", "reference-f64", "emulated-f16")
+"""What ggml's kernel is put beside by default, where it is here."""
+
+
+@click.command("authority")
+@click.option(
+    "--kernels",
+    help="Pairs such as ggml-cpu+reference-f64, comma-separated. Default: ggml-cpu beside others.",
+)
+@click.option(
+    "--model", type=NonEmptyText(), default=str(DEMO_MODEL), show_default="the demo's", help="A GGUF file."
+)
+@click.option("--positions", type=click.IntRange(2, 1 << 20), default=POSITIONS, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True)
+@json_option
+@click.pass_obj
+def authority(
+    session: CommandSession, kernels: str | None, model: str, positions: int, threads: int, as_json: bool
+) -> None:
+    """Put replicated routers beside the pinned one, on kernels that really differ.
+
+    Status 9 when a pinned router's choice was not what was computed.
+    """
+    session.configure()
+    started = time.monotonic()
+    pairs = pairs_of(kernels, backends_here(threads, say=note))
+    stored = stored_model(session.locations, model)
+    prepare_reference(stored)
+    found = measure_pairs(stored, pairs, positions, threads)
+    if as_json:
+        print_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "authority": plain(found),
+                "seconds": round(time.monotonic() - started, 1),
+                "machine": describe_machine(),
+                "model": file_report(stored),
+            }
+        )
+    else:
+        for each in found:
+            _print_pair(each)
+        click.echo(f"{time.monotonic() - started:.1f} s")
+    require_authority(found)
+
+
+def pairs_of(kernels: str | None, here: tuple[Backend, ...]) -> tuple[tuple[Backend, Backend], ...]:
+    """The pairs that a list names, or the usual ones. Raises `UsageError`."""
+    if kernels is None:
+        names = {each.name for each in here}
+        kernels = ",".join(f"ggml-cpu+{name}" for name in BESIDE if name in names)
+    pairs = []
+    for part in kernels.split(","):
+        both = part.strip().split("+")
+        if len(both) != 2:
+            raise UsageError(f"--kernels takes pairs such as ggml-cpu+reference-f64, and not {part!r}")
+        (first,), (second,) = choose_backends(both[0], here), choose_backends(both[1], here)
+        pairs.append((first, second))
+    return tuple(pairs)
+
+
+def measure_pairs(
+    stored: StoredModel, pairs: tuple[tuple[Backend, Backend], ...], positions: int, threads: int
+) -> tuple[AuthorityComparison, ...]:
+    """Every pair on the held-out text."""
+    settings = ModelSettings(n_ctx=WINDOW, n_threads=threads)
+    with InProcessModel(stored, settings, is_watched=False) as alone:
+        tokens = alone.tokenize(HELD_OUT_TEXT.read_text(encoding="utf-8"))
+    windows = cut_into_windows(tokens, positions, WINDOW)
+    return tuple(measure_authority(stored, pair, windows, settings, SINGLY, note) for pair in pairs)
+
+
+def require_authority(found: tuple[AuthorityComparison, ...]) -> None:
+    """Raise `OutOfTolerance` when somebody computed what a pinned router did not choose."""
+    for each in found:
+        if each.pinned.decisions_disagreeing or each.pinned.rows_missing:
+            raise OutOfTolerance(
+                f"{each.a} and {each.b}: {each.pinned.decisions_disagreeing} choices of a pinned router were "
+                f"not what was computed, and {each.pinned.rows_missing} rows are missing"
+            )
+
+
+def _print_pair(found: AuthorityComparison) -> None:
+    click.echo(f"{found.a} and {found.b}, {found.positions} positions\n")
+    ways = (("apart", found.apart), ("in step", found.in_step), ("pinned", found.pinned))
+    print_table(
+        ("INSIDE", "OTHER SET", "OF", "BORDERLINE", "ROWS MISSING", "MEAN KLD", "SAME TOP", "FIRST OTHER"),
+        [(name, *_inside(each)) for name, each in ways],
+    )
+    click.echo("")
+    rows: list[tuple[Any, ...]] = [
+        (
+            name,
+            f"{each.mean_kld:.1e}",
+            f"{100 * each.top1_agreement:.2f} %",
+            f"{100 * (each.perplexity_change or 0):+.3f} %",
+            found.outside_choices[name].decisions_disagreeing,
+        )
+        for name, each in found.outside.items()
+    ]
+    print_table(("BESIDE LLAMA.CPP ALONE", "MEAN KLD", "SAME TOP", "PERPLEXITY", "OTHER SET"), rows)
+    click.echo("")
+
+
+def _inside(each: Inside) -> tuple[Any, ...]:
+    return (
+        each.decisions_disagreeing,
+        each.decisions,
+        "-" if each.choices is None else each.choices.tokens_borderline,
+        each.rows_missing,
+        "-" if each.logits is None else f"{each.logits.mean_kld:.1e}",
+        "-" if each.logits is None else f"{100 * each.logits.top1_agreement:.2f} %",
+        "-" if each.first_divergent_token is None else each.first_divergent_token,
+    )

@@ -1,0 +1,162 @@
+"""The sides of a comparison: a kernel in this process, plain llama.cpp, a swarm of engines, something saved.
+
+Decides what each name means and makes all of them answer the same three questions: what are the logits of
+these tokens, how does this text go on, and, where one can look inside, what was seen there. A swarm's engines
+show logits only. It refuses to compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+
+from kvasir_node.local_swarm import (
+    CONNECT_TIMEOUT_S,
+    RunSettings,
+    continue_tokens,
+    evaluate_logits,
+    start_local_swarm,
+)
+from kvasir_node.measure.backends_here import Backend
+from kvasir_node.measure.in_process import (
+    Continuation,
+    InProcessModel,
+    KernelExperts,
+    ModelSettings,
+    Rows,
+    Traces,
+)
+from kvasir_node.measure.statistics import open_logits
+from kvasir_node.model.store import StoredModel
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.supervisor import Engine
+from kvasir_proto.errors import UsageError
+from kvasir_proto.messages.engine import Tokenize, Tokenized
+from kvasir_proto.sampling import Sampling
+
+LLAMA_CPP: Final = "llama.cpp"
+SWARM: Final = "swarm"
+SAVED: Final = "saved:"
+
+_GREEDY: Final = Sampling(temperature=0.0)
+_SWARM_WORKERS: Final = 2
+
+
+class OpenSide(Protocol):
+    """A side that answers. Each text begins in an empty context."""
+
+    name: str
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """The model's tokens of a text."""
+
+    async def evaluate(self, tokens: Sequence[int], chunk_sizes: Sequence[int]) -> tuple[Rows, Traces | None]:
+        """Logits of every position, decoded in these chunks, and what was seen inside, if anything."""
+
+    async def greedy(self, tokens: Sequence[int], n_tokens: int) -> Continuation:
+        """The most likely continuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideSettings:
+    """What both sides have in common."""
+
+    model: ModelSettings
+    is_watched: bool = True
+
+
+def check_side(name: str, backends: Sequence[Backend]) -> None:
+    """Raise `UsageError` for a name that means no side here."""
+    known = [LLAMA_CPP, SWARM, *(each.name for each in backends)]
+    if name not in known and not name.startswith(SAVED):
+        raise UsageError(f"there is no {name!r} here: there are {', '.join(known)}, and {SAVED}DIRECTORY")
+
+
+@contextlib.asynccontextmanager
+async def open_side(
+    name: str,
+    model: StoredModel,
+    settings: SideSettings,
+    backends: Sequence[Backend],
+    directory: Path,
+) -> AsyncIterator[OpenSide]:
+    """Load what a name means; closed with the context. ``directory`` is private and for this side alone.
+
+    Raises `UsageError` for an unknown name, and what loading raises.
+    """
+    check_side(name, backends)
+    if name == SWARM:
+        async with _open_swarm(model, settings, directory) as swarm:
+            yield swarm
+        return
+    make = next((each.make for each in backends if each.name == name), None)
+
+    def load() -> InProcessModel:
+        experts = None if make is None else KernelExperts(model, make)
+        return InProcessModel(model, settings.model, experts, is_watched=settings.is_watched)
+
+    loaded = await trio.to_thread.run_sync(load)
+    try:
+        yield _InProcessSide(name, loaded)
+    finally:
+        loaded.close()
+
+
+class _InProcessSide:
+    """A model in this process, computing in other threads, so that a signal is heard meanwhile."""
+
+    def __init__(self, name: str, model: InProcessModel) -> None:
+        self.name = name
+        self._model = model
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await trio.to_thread.run_sync(self._model.tokenize, text)
+
+    async def evaluate(self, tokens: Sequence[int], chunk_sizes: Sequence[int]) -> tuple[Rows, Traces | None]:
+        return await trio.to_thread.run_sync(self._model.evaluate, tokens, chunk_sizes)
+
+    async def greedy(self, tokens: Sequence[int], n_tokens: int) -> Continuation:
+        return await trio.to_thread.run_sync(self._model.greedy, tokens, n_tokens)
+
+
+@contextlib.asynccontextmanager
+async def _open_swarm(model: StoredModel, settings: SideSettings, directory: Path) -> AsyncIterator[OpenSide]:
+    run_settings = RunSettings(
+        n_ctx=settings.model.n_ctx,
+        n_ubatch=settings.model.n_ubatch,
+        n_threads=settings.model.n_threads,
+        kv_type=settings.model.kv_type,
+    )
+    async with open_unwrapping_nursery() as nursery:
+        swarm = await start_local_swarm(nursery, model, run_settings, directory, n_workers=_SWARM_WORKERS)
+        yield _SwarmSide(swarm.backbone, directory)
+        for engine in (swarm.backbone, *swarm.workers):
+            await engine.close()
+
+
+class _SwarmSide:
+    """A backbone engine and its workers, real processes with real connections."""
+
+    name = SWARM
+
+    def __init__(self, backbone: Engine, directory: Path) -> None:
+        self._backbone = backbone
+        self._path = directory / "evaluated.npy"
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        request = Tokenize(self._backbone.next_request(), text)
+        return (await self._backbone.exchange(request, Tokenized, CONNECT_TIMEOUT_S)).token_ids
+
+    async def evaluate(self, tokens: Sequence[int], chunk_sizes: Sequence[int]) -> tuple[Rows, Traces | None]:
+        await evaluate_logits(self._backbone, tuple(tokens), tuple(chunk_sizes), self._path)
+        return await trio.to_thread.run_sync(lambda: np.array(open_logits(self._path))), None
+
+    async def greedy(self, tokens: Sequence[int], n_tokens: int) -> Continuation:
+        found = await continue_tokens(self._backbone, tuple(tokens), n_tokens, sampling=_GREEDY)
+        return Continuation(found.tokens)

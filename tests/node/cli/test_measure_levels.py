@@ -1,0 +1,98 @@
+"""The levels on the command line: what they print, what is saved and compared again, and how they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.node.cli.invocation import call
+
+SMALL = ("--positions", "96", "--window", "48")
+
+
+@pytest.mark.slow
+def test_a_saved_reference_answers_for_its_side_at_every_level(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    few = ("--prompts", "2", "--tokens", "6", "--items", "4")
+    outcome = call("measure", "save", "--out", str(saved), *SMALL, *few, "--json", home=tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert (outcome.document["positions"], outcome.document["items"]) == (96, 4)
+    sides = ("--between", f"saved:{saved}", "reference-f32")
+    found = call("measure", "drift", *sides, *SMALL, "--json", home=tmp_path).document
+    assert (found["base"], found["run"], found["positions"]) == ("saved llama.cpp", "reference-f32", 96)
+    layers = found["layer_drift"]["layers"]
+    assert [each["layer"] for each in layers] == list(range(6))
+    assert all(1e-4 < each["rel_l2"] < 0.2 for each in layers)
+    found = call("measure", "decisions", *sides, *SMALL, "--json", home=tmp_path).document
+    assert found["decisions"]["decisions"] == 6 * 96
+    found = call(
+        "measure", "generation", *sides, "--prompts", "2", "--tokens", "6", "--json", home=tmp_path
+    ).document
+    assert len(found["generation"]["prompts"]) == 2
+    found = call("measure", "task", *sides, *SMALL, "--items", "4", "--json", home=tmp_path).document
+    assert found["cloze"]["base"]["items"] == 4
+    assert found["logits"]["base_perplexity"] > 1
+    again = ("--between", f"saved:{saved}", "llama.cpp")
+    same = call("measure", "logits", *again, "--positions", "96", "--json", home=tmp_path)
+    assert (same.status, same.document["passed"]) == (0, True)
+    assert same.document["logits"]["max_abs_delta"] == 0.0
+    assert same.document["logits"]["perplexity_change_95"] == {"low": 0.0, "high": 0.0}
+    refused = call("measure", "save", "--out", str(saved), home=tmp_path)
+    assert refused.status == 2
+    (saved / "recording.json").write_text("{}")
+    damaged = call("measure", "drift", *sides, home=tmp_path)
+    assert damaged.status == 2
+    assert "holds no saved reference" in damaged.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_tables_are_printed_for_every_level(tmp_path: Path) -> None:
+    sides = ("--between", "llama.cpp", "ggml-cpu")
+    for level, said in (
+        ("drift", "REL L2 OF THOSE"),
+        ("decisions", "0 of 576 decisions differ"),
+        ("task", "4 of 4"),
+    ):
+        items = ("--items", "4") if level == "task" else ()
+        outcome = call("measure", level, *sides, *SMALL, *items, home=tmp_path)
+        assert outcome.status == 0, outcome.err
+        assert said in outcome.out
+    outcome = call("measure", "generation", *sides, "--prompts", "1", "--tokens", "4", home=tmp_path)
+    assert "1 of 1 texts are identical" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("drift", "--between", "llama.cpp", "cuda"), "there is no 'cuda' here"),
+        (("drift", "--between", "llama.cpp", "swarm"), "a swarm's engines show logits only"),
+        (("decisions", "--between", "saved:nowhere", "llama.cpp"), "holds no saved reference"),
+        (("task", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("drift", "--positions", "1000000"), "tokens, and 1000000 are wanted"),
+        (
+            ("logits", "--between", "llama.cpp", "ggml-cpu", "--token-ids", "1"),
+            "takes its tokens from the held-out",
+        ),
+        (("authority", "--kernels", "ggml-cpu"), "--kernels takes pairs"),
+        (("authority", "--kernels", "ggml-cpu+cuda"), "no backend 'cuda' here"),
+        (("save", "--out", "x", "--side", "saved:x"), "need not be saved again"),
+    ],
+)
+def test_bad_arguments_are_status_2(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    outcome = call("measure", *arguments, home=tmp_path)
+    assert outcome.status == 2, outcome.err
+    assert said in outcome.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_authority_is_told_in_json(tmp_path: Path) -> None:
+    pair = ("--kernels", "ggml-cpu+reference-f32", "--positions", "64")
+    outcome = call("measure", "authority", *pair, "--json", home=tmp_path)
+    assert outcome.status == 0, outcome.err
+    (found,) = outcome.document["authority"]
+    assert found["pinned"]["decisions_disagreeing"] == 0
+    assert found["pinned"]["decisions"] == 6 * 64
+    assert set(found["outside"]) >= {"pinned", "apart, ggml-cpu"}
+    table = call("measure", "authority", *pair, home=tmp_path)
+    assert "BESIDE LLAMA.CPP ALONE" in table.out
