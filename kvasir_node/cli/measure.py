@@ -27,6 +27,7 @@ from kvasir_node.cli.measure_levels import (
     task,
 )
 from kvasir_node.cli.measure_operations import ops
+from kvasir_node.cli.measure_report import report
 from kvasir_node.cli.measured_model import prepare_reference, random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
@@ -61,7 +62,7 @@ def measure() -> None:
     """Measure how far a swarm is from a single process, and backends from each other."""
 
 
-for command in (ops, drift, decisions, generation, task, save, authority):
+for command in (ops, drift, decisions, generation, task, save, authority, report):
     measure.add_command(command)
 
 

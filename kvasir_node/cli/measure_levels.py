@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -193,7 +193,7 @@ def save(
         raise UsageError(f"{out} is not empty")
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
-        (recording,) = run_in_foreground(_record_sides, stored, asked, backends, (side,), directory, out)
+        (recording,) = run_in_foreground(record_sides, stored, asked, backends, (side,), directory, out)
     document = {
         "schema_version": SCHEMA_VERSION,
         "side": recording.side,
@@ -216,7 +216,7 @@ def compare_sides(session: CommandSession, asked: Asked) -> tuple[LevelsComparis
     started = time.monotonic()
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
-        base, run = run_in_foreground(_record_sides, stored, asked, backends, asked.sides, directory, None)
+        base, run = run_in_foreground(record_sides, stored, asked, backends, asked.sides, directory, None)
         compared = compare_recordings(base, run)
     return compared, stored, time.monotonic() - started
 
@@ -284,7 +284,7 @@ def plain(value: Any) -> Any:
     """A result for JSON: dataclasses as objects, and nothing that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
@@ -334,7 +334,7 @@ def _text_of(asked: Asked) -> str:
         raise UsageError(f"{path} is not UTF-8") from None
 
 
-async def _record_sides(
+async def record_sides(
     stored: StoredModel,
     asked: Asked,
     backends: tuple[Backend, ...],

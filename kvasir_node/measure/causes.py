@@ -180,19 +180,27 @@ _EXAMPLES: Final[tuple[tuple[str, Callable[[], Figures]], ...]] = (
 )
 
 _EXPLANATIONS: Final = {
-    "Reduction order": """Adding in F32 rounds after every step, so the order decides the last bits. No order
-        is the right one.""",
-    "Fused multiply-add": """One instruction rounds once where two round twice. Compilers choose, and so do
-        instruction sets.""",
-    "Accumulation": """A sum that is kept in F16 or BF16 loses what comes late. It is thousands of times what an
+    "Reduction order": """
+        Adding in F32 rounds after every step, so the order decides the last bits. No order is the
+        right one.""",
+    "Fused multiply-add": """
+        One instruction rounds once where two round twice. Compilers choose, and so do instruction
+        sets.""",
+    "Accumulation": """
+        A sum that is kept in F16 or BF16 loses what comes late. It is thousands of times what an
         order does, and still a cosine of 0.99999.""",
-    "Transcendental functions": """An exponential has no cheap exact result to be rounded to, so every library
-        has its own last bit, and some have tables.""",
-    "Dequantisation path": """The largest of all: some backends round the rows to eight bits before they multiply,
-        in blocks of 32 or of 256, and some do not. It explains published cosines between 0.9998 and 0.9999.""",
-    "Flips": """Where rows are rounded on the way, a last bit decides which way a value falls that lies between
-        two steps, and a step is hundreds of thousands of last bits.""",
-    "Nondeterminism": """Where blocks are added as they become ready, one machine differs from itself. Where the
+    "Transcendental functions": """
+        An exponential has no cheap exact result to be rounded to, so every library has its own
+        last bit, and some have tables.""",
+    "Dequantisation path": """
+        The largest of all: some backends round the rows to eight bits before they multiply, in
+        blocks of 32 or of 256, and some do not. It explains published cosines between 0.9998 and
+        0.9999.""",
+    "Flips": """
+        Where rows are rounded on the way, a last bit decides which way a value falls that lies
+        between two steps, and a step is hundreds of thousands of last bits.""",
+    "Nondeterminism": """
+        Where blocks are added as they become ready, one machine differs from itself. Where the
         batch decides the order, a row depends on its neighbours.""",
 }
 

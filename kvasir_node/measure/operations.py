@@ -119,12 +119,14 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """The first values of one output row from every backend, for a picture: the exact one, and the others'
-    distances from it in units of the row's root mean square. `band` is the gate in these units.
+    """The first values of one output row from every backend, for a picture: those of the exact one, and each
+    one's distances from it in units of the row's root mean square, `rms`. `band` is the gate in these units.
     """
 
     weight_type: str
     exact: str
+    values: tuple[float, ...]
+    rms: float
     band: float
     deviations: Mapping[str, tuple[float, ...]]
     classes: Mapping[str, EquivalenceClass]
@@ -293,6 +295,8 @@ def _shown(
             ShownRow(
                 weight_type,
                 name,
+                tuple(row[:_SHOWN_VALUES].tolist()),
+                rms,
                 band,
                 {
                     other: tuple(((found["expert"][0] - row) / rms)[:_SHOWN_VALUES].tolist())
