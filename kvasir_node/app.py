@@ -76,7 +76,7 @@ from kvasir_proto.messages.local import (
     TokenEvent,
 )
 from kvasir_proto.node_core import LAN
-from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
+from kvasir_proto.swarm_manifest import AdmissionRule, CertificateRule, ElectorateRule
 
 log = get_logger()
 
@@ -155,6 +155,7 @@ def found_swarm(
     partial_sums: bool = False,
     admission: AdmissionRule = "open",
     electorate: ElectorateRule = "open",
+    certificates: CertificateRule = "claimed",
 ) -> KnownSwarm:
     """Found a swarm for ``model`` in this home; see `SwarmManifest` for what it may be founded with.
 
@@ -169,6 +170,7 @@ def found_swarm(
             partial_sums=partial_sums,
             admission=admission,
             electorate=electorate,
+            certificates=certificates,
         )
 
 

@@ -266,6 +266,14 @@ class SwarmCore(Protocol):
     def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
         """What a node says of itself, if a record of it counts here."""
 
+    @property
+    def auditors(self) -> frozenset[NodeId]:
+        """Whose verdicts on others count in this swarm; nobody's where members are taken at their word."""
+
+    @property
+    def proof(self) -> bytes:
+        """The proof of the term that is followed, or b""."""
+
 
 class EnginePort(Protocol):
     """A running engine process, from start to end. `supervisor.Engine` says more."""

@@ -32,6 +32,7 @@ from kvasir_proto.placement.plan import PLAN
 from kvasir_proto.records import RECORDS_KEPT
 from kvasir_proto.swarm_manifest import (
     AdmissionRule,
+    CertificateRule,
     ElectorateRule,
     FoundedSwarm,
     SwarmManifest,
@@ -125,6 +126,7 @@ class SwarmFiles:
         partial_sums: bool = False,
         admission: AdmissionRule = "open",
         electorate: ElectorateRule = "open",
+        certificates: CertificateRule = "claimed",
     ) -> KnownSwarm:
         """Found a swarm for a model, once. The recovery key is written beside; keep it off the node.
 
@@ -143,6 +145,7 @@ class SwarmFiles:
             founder_public_key=node_key.public_key().public_bytes_raw(),
             recovery_public_key=recovery_key.public_key().public_bytes_raw(),
             electorate=electorate,
+            certificates=certificates,
         )
         signed = sign_swarm_manifest(manifest, node_key)
         self._write(_MANIFEST, signed)

@@ -112,7 +112,8 @@ class CapabilityRecord:
     of one token decoded as backbone, of one row through one expert and of one round trip to the backbone; 0
     is not measured: times and not rates, because whole nanoseconds add up in cost models. `accumulation` is
     the worst of `classes`, which are those that the swarm's model uses. `ranks` are those the node stands
-    for. `credential` is the encoded `Signed` of its membership credential. `reason` says why when `state` is
+    for. `auditor_verdicts` are encoded `Signed` verdicts on its certificate, which bear out what `verdicts`
+    says. `credential` is the encoded `Signed` of its membership credential. `reason` says why when `state` is
     not the best one.
     """
 
@@ -141,6 +142,7 @@ class CapabilityRecord:
     stands_for_elector: bool = False
     has_backbone_file: bool = False
     headroom_bytes: Count = 0
+    auditor_verdicts: Annotated[tuple[Annotated[bytes, Length(1, 1024)], ...], Length(0, 8)] = ()
 
     def verdict_of(self, rank: Rank) -> Verdict:
         """What the record says of the node's fitness for this rank."""

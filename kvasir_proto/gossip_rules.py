@@ -16,15 +16,26 @@ from kvasir_proto.instants import WallTime
 from kvasir_proto.messages.election import ELECTION, Evidence, Knowledge, LeaseRelease
 from kvasir_proto.signing import open_signed
 from kvasir_proto.swarm_manifest import FoundedSwarm
+from kvasir_proto.tolerance_certificate import AUDITOR_VERDICT, VERDICT_SIZE_MAX
 
 
 def is_record(data: bytes, swarm: FoundedSwarm) -> bool:
-    """Whether this is what a node said of itself, or a revocation by the founder's key."""
+    """Whether this is what a node said of itself, a revocation by the founder's key, or what somebody says of
+    a node as an auditor: whether it is one, each receiver judges.
+    """
     try:
         open_sealed(data, swarm.digest)
     except RemoteProtocolError as error:
-        return error.code == "wrong_kind" and _is_revocation(data, swarm)
+        return error.code == "wrong_kind" and (_is_revocation(data, swarm) or _is_verdict(data, swarm))
     return True
+
+
+def _is_verdict(data: bytes, swarm: FoundedSwarm) -> bool:
+    try:
+        verdict, signer = open_signed(data, AUDITOR_VERDICT, swarm.digest)
+    except RemoteProtocolError:
+        return False
+    return verdict.node_id != signer and len(data) <= VERDICT_SIZE_MAX
 
 
 def _is_revocation(data: bytes, swarm: FoundedSwarm) -> bool:

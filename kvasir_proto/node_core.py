@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
@@ -33,7 +33,7 @@ from kvasir_proto.admission import (
     open_credential,
 )
 from kvasir_proto.answer_times import AnswerTimes, SlowHolder
-from kvasir_proto.capability import CapabilityRecord, HeldShard, held_shard
+from kvasir_proto.capability import CapabilityRecord, HeldShard, Verdict, held_shard
 from kvasir_proto.effects import Effect, Notice, Now, Send, Slot
 from kvasir_proto.election.configuration import sign_nomination
 from kvasir_proto.election.core import ElectionCore
@@ -62,7 +62,7 @@ from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Duration, Instant, after, between, in_seconds, milliseconds
-from kvasir_proto.limits import as_sentence
+from kvasir_proto.limits import Rank, as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
 from kvasir_proto.membership.core import MembershipCore
@@ -80,6 +80,7 @@ from kvasir_proto.membership.events import (
 )
 from kvasir_proto.membership.options import MembershipOptions
 from kvasir_proto.membership.table import Member
+from kvasir_proto.messages.certification import VerdictNotice
 from kvasir_proto.messages.core import (
     ADMISSION_MESSAGES,
     ELECTION_MESSAGES,
@@ -118,6 +119,14 @@ from kvasir_proto.signing import sign_message
 from kvasir_proto.steadiness import Steadiness
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.term_proof import Electorate, ProvenTerm, verify_term_proof
+from kvasir_proto.verification import (
+    ChallengeDone,
+    ChallengeDue,
+    ChallengeFailed,
+    ChallengeResult,
+    VerdictChanged,
+    Verification,
+)
 
 if TYPE_CHECKING:
     import random
@@ -137,6 +146,8 @@ INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
 """How often a node that does not answer is shown our record again, in a swarm by invitation."""
 INTRODUCED_MAX: Final = 4096
 """Nodes of which it is remembered when they were shown it; those shown longest ago are shown it again."""
+QUARANTINE_AFTER_CHALLENGE: Final[Duration] = milliseconds(600_000)
+"""How long a node is planned without whose answers to a challenge were of wrong weights, or none."""
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often the backbone looks whether an electorate was made, and how often somebody is asked who the
 backbone is, while this node knows none that lives.
@@ -241,6 +252,7 @@ NodeCommand: TypeAlias = (
     | HolderFailed
     | Quarantine
     | AnswersSeen
+    | ChallengeResult
     | AdoptProof
     | StepDown
     | Recover
@@ -284,6 +296,8 @@ NodeEvent: TypeAlias = (
     | RecordEvent
     | AdmissionEvent
     | ElectionEvent
+    | ChallengeDue
+    | VerdictChanged
     | PlanReceived
     | HolderReady
     | HolderRefused
@@ -422,6 +436,7 @@ class NodeCore:
             stored=stored.get("plan"),
             now=now,
         )
+        self._verification = Verification(private_key, swarm, entropy, now)
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()
         self._answer_times = AnswerTimes()
@@ -431,6 +446,7 @@ class NodeCore:
             self._admission.drain,
             self._book.drain,
             self._election.drain,
+            self._verification.drain,
         )
         self._deadlines = (
             self._admission.next_deadline,
@@ -441,6 +457,7 @@ class NodeCore:
             self._quarantine.next_end,
             self._answer_times.next_end,
             self._steadiness.next_deadline,
+            self._verification.next_deadline,
         )
         self._deadline: Instant | None = None
         """When anybody but membership has something to do, if that is known."""
@@ -507,6 +524,8 @@ class NodeCore:
                 self._take_offer(message, sender, now)
             elif isinstance(message, PlanAccept | PlanRefusal):
                 self._take_answer(message, sender, now)
+            elif isinstance(message, VerdictNotice):
+                self._verification.take(message.verdict, now)
         finally:
             self._settle(now)
 
@@ -519,6 +538,7 @@ class NodeCore:
         if topic == "records":
             if self._book.take(data, now).code == "wrong_kind":
                 self._admission.take(data, now)
+                self._verification.take(data, now)
         else:
             self._election.command(AdoptAnnouncement(data, forwarder), now)
         self._settle(now)
@@ -567,6 +587,13 @@ class NodeCore:
             case HolderFailed(node_id, _):
                 self._ask_again(node_id, now.instant)
                 self._note_change(now.instant)
+            case ChallengeDone() | ChallengeFailed():
+                self._verification.finish(request, now)
+                if isinstance(request, ChallengeDone) and request.word == "quarantined":
+                    until = after(now.instant, QUARANTINE_AFTER_CHALLENGE)
+                    self._quarantine.add(Quarantined(request.node_id, until, as_sentence(request.reason)))
+                    self._forget_holding(request.node_id)
+                    self._note_change(now.instant)
             case Quarantine(node_id, until, reason):
                 self._quarantine.add(Quarantined(node_id, until, reason))
                 self._forget_holding(node_id)
@@ -592,6 +619,7 @@ class NodeCore:
             if deadline is not None and deadline <= now.instant:
                 core.tick(now)
         self._offers.tick(now.instant)
+        self._verification.tick(now)
         # Both: each is to forget those whose time is over.
         if self._quarantine.let_go(now.instant) | self._answer_times.let_go(now.instant):
             self._note_change(now.instant)
@@ -647,6 +675,15 @@ class NodeCore:
     def incarnation(self) -> int:
         """This node's own incarnation."""
         return self._membership.incarnation
+
+    @property
+    def auditors(self) -> frozenset[NodeId]:
+        """Whose verdicts on others count in this swarm; nobody's where members are taken at their word."""
+        return self._verification.auditors
+
+    def verdict_of(self, record: CapabilityRecord, rank: Rank) -> Verdict:
+        """What is known here of a node's fitness for a rank."""
+        return self._verification.verdict_of(record, rank)
 
     def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
         """What this node says of itself, as far as it is known here."""
@@ -856,6 +893,8 @@ class NodeCore:
             case MembershipChanged():
                 self._book.command(JudgeAnew(), now)
                 self._note_change(now.instant)
+            case VerdictChanged(node_id):
+                self._hear_of_verdict(node_id, now.instant)
             case _:
                 pass
 
@@ -863,6 +902,7 @@ class NodeCore:
         members = self._election.electorate.members
         self._electors = frozenset(map(node_id_of, members))
         self._admission.command(KnowElectors(members, self._election.former_electors), now)
+        self._verification.know_electors(self._electors)
         if self._admission.is_waiting:
             self._compare_revocations(tuple(node_id_of(each) for each in members), now)
 
@@ -919,12 +959,13 @@ class NodeCore:
             return
         stands_anew = before is None or _stands(before)
         if event.record is None:
+            self._verification.forget(event.node_id)
             self._standing.pop(event.node_id, None)
             if before is not None:
                 self._forget_ranking(before)
         else:
-            is_candidate = may_be_backbone(event.record, self._swarm.manifest)
-            rank = candidate_rank(event.record) if is_candidate else None
+            self._verification.take_record(event.record, now)
+            rank = self._rank_of(event.record)
             if before is None:
                 is_live = self._is_live(event.node_id)
                 standing = self._standing[event.node_id] = _Standing(event.record, rank, is_live)
@@ -945,6 +986,24 @@ class NodeCore:
             self._tell_membership(event.node_id, event.record, event.digest, now)
         self._note_what_follows(event.node_id, stands_anew, now.instant)
 
+    def _rank_of(self, record: CapabilityRecord) -> CandidateRank | None:
+        """Its place among candidates for backbone, by what is known of it; None if it is none."""
+        is_candidate = may_be_backbone(
+            record,
+            self._swarm.manifest,
+            self._verification.verdict_of(record, "backbone"),
+            may_begin=self._verification.may_begin(record),
+        )
+        return candidate_rank(record) if is_candidate else None
+
+    def _hear_of_verdict(self, node_id: NodeId, now: Instant) -> None:
+        """Auditors say something else of a node, or of this one: then anything, if auditors are others."""
+        for each in self._standing.values() if node_id == self._node_id else (self._standing.get(node_id),):
+            if each is not None and each.rank != (rank := self._rank_of(each.record)):
+                each.rank = rank
+                self._live_ranks = self._live_standing = None
+        self._note_change(now)
+
     def _note_what_follows(self, node_id: NodeId, counts: bool, now: Instant) -> None:
         """A member came, went or said something else: mostly that is nothing to any but the backbone.
 
@@ -955,6 +1014,7 @@ class NodeCore:
             fence is None
             or node_id == self._node_id
             or fence.backbone in (node_id, self._node_id)
+            or self._verification.is_auditor
             or not self._is_live(fence.backbone)  # and so somebody has to be asked who is it now
             or (counts and self._has_a_say())
         ):
@@ -1027,6 +1087,8 @@ class NodeCore:
             self._needed = needed
             self._book.command(NoteNeeded(needed), now)
         self._ask_for_backbone(now)
+        own = self._standing.get(self._node_id)
+        self._verification.review(self._holders(), own.record if own is not None else None, now)
         if self._election.role is not Role.BACKBONE:
             return
         self._review_electorate(electors, eligible, dead, now)
@@ -1051,6 +1113,17 @@ class NodeCore:
         self._election.command(CatchUp(self._asked), now)
         self._note_change(now.instant, WATCH_INTERVAL)
 
+    def _holders(self) -> Iterator[CapabilityRecord]:
+        """What living nodes say of themselves that hold experts by their own word.
+
+        Without the backbone: what that holds is in its backbone engine, which nobody dials.
+        """
+        fence = self._election.fence
+        backbone = fence.backbone if fence is not None else ""
+        for node_id, standing in sorted(self._standing.items()):
+            if standing.record.held is not None and node_id != backbone and self._is_live(node_id):
+                yield standing.record
+
     def _allowed_capability(self) -> CapabilityRecord:
         """What this node says of itself, without ranks that it was not invited for."""
         own, credential = self._capability, self._admission.credential
@@ -1066,15 +1139,12 @@ class NodeCore:
         fence = self._election.fence
         is_backbone = fence is not None and fence.backbone == self._node_id
         state_matters = is_backbone or state in ("stopping", "conflicted")
-        said = (self._capability, self._held, state, reason, state_matters, self._admission.credential)
+        capability = self._verification.borne_out(self._allowed_capability())
+        said = (capability, self._held, state, reason, state_matters, self._admission.credential)
         if said == self._said:
             return
         record = replace(
-            self._allowed_capability(),
-            held=self._held,
-            state=state,
-            reason=reason,
-            credential=self._admission.credential,
+            capability, held=self._held, state=state, reason=reason, credential=self._admission.credential
         )
         self._book.command(PublishOwn(record, state_matters), now)
         self._said = said
@@ -1236,7 +1306,8 @@ class NodeCore:
         memory_bytes = record.memory_bytes
         if standing.room_bytes is not None:
             memory_bytes = min(memory_bytes, standing.room_bytes)
-        verdict = {"verified": True, "unfit": False}.get(record.verdict_of("output"))
+        known = self._verification.verdict_of(record, "output")
+        verdict = {"verified": True, "unfit": False}.get(known)
         return Place(
             node_id=node_id,
             memory_bytes=memory_bytes if _is_worker(record) else 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.capability import CapabilityRecord, Verdict
 from kvasir_proto.ids import NodeId
 from kvasir_proto.swarm_manifest import SwarmManifest
 
@@ -28,18 +28,21 @@ class CandidateRank(NamedTuple):
     node_id: NodeId
 
 
-def may_be_backbone(record: CapabilityRecord, manifest: SwarmManifest) -> bool:
+def may_be_backbone(
+    record: CapabilityRecord, manifest: SwarmManifest, verdict: Verdict, *, may_begin: bool = False
+) -> bool:
     """Whether this node stands for `backbone`, has the file at hand, and is fit as far as this swarm judges.
 
+    `verdict` is what is known of its fitness for that rank; `may_begin` where its own word has to be enough.
     What accumulates in less than F32 never is (invariant 4); `UNKNOWN` claims nothing worse, and stands only
     where claims do.
     """
     if "backbone" not in record.ranks or not record.has_backbone_file:
         return False
-    verdict = record.verdict_of("backbone")
     if manifest.certificates == "claimed":
         return record.accumulation in ("F32", "UNKNOWN") and verdict != "unfit"
-    return record.accumulation == "F32" and verdict == "verified"
+    is_fit = verdict == "verified" or (may_begin and verdict == "claimed")
+    return record.accumulation == "F32" and is_fit
 
 
 def candidate_rank(record: CapabilityRecord) -> CandidateRank:

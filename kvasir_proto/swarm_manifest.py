@@ -28,6 +28,9 @@ AdmissionRule: TypeAlias = Literal["open", "invite"]
 ElectorateRule: TypeAlias = Literal["pinned", "open"]
 """Electors are named by the founder's key and may crash, or others may vote too and some may lie."""
 
+CertificateRule: TypeAlias = Literal["claimed", "verified"]
+"""A node's own word makes it fit for a rank, or its auditors'."""
+
 _RelativeError: TypeAlias = Annotated[float, Range(0.0, 1.0)]
 _Divergence: TypeAlias = Annotated[float, Range(0.0, 100.0)]
 _ModelName: TypeAlias = Annotated[str, Length(1, 128)]
@@ -71,7 +74,7 @@ class SwarmManifest:
     founder_public_key: PublicKey
     recovery_public_key: PublicKey
     electorate: ElectorateRule = "pinned"
-    certificates: Literal["claimed", "verified"] = "claimed"
+    certificates: CertificateRule = "claimed"
     auditor_public_keys: Annotated[tuple[PublicKey, ...], Length(0, AUDITORS_MAX)] = ()
 
 

@@ -18,7 +18,7 @@ from kvasir_proto.admission import parse_invite
 from kvasir_proto.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvasir_proto.swarm_manifest import AdmissionRule, ElectorateRule
+    from kvasir_proto.swarm_manifest import AdmissionRule, CertificateRule, ElectorateRule
 
 
 def _mode_of(directory: Path) -> int | None:
@@ -57,6 +57,12 @@ def _mode_of(directory: Path) -> int | None:
     type=click.Choice(("pinned", "open")),
     help="For the swarm to found: electors are those you name, or others too. Default: open.",
 )
+@click.option(
+    "--certificates",
+    type=click.Choice(("claimed", "verified")),
+    help="For the swarm to found: whose word makes a node fit for output layers, its own or auditors'. "
+    "Default: claimed.",
+)
 @json_option
 @click.pass_obj
 def init(
@@ -68,6 +74,7 @@ def init(
     partial_sums: bool,
     admission: AdmissionRule | None,
     electorate: ElectorateRule | None,
+    certificates: CertificateRule | None,
     as_json: bool,
 ) -> None:
     """Make this home's identity; found a swarm with --found, or enter one with --join.
@@ -82,6 +89,7 @@ def init(
         "--partial-sums": partial_sums,
         "--admission": admission is not None,
         "--electorate": electorate is not None,
+        "--certificates": certificates is not None,
     }
     for flag, is_set in rules.items():
         if is_set and not found:
@@ -118,6 +126,7 @@ def init(
             partial_sums=partial_sums,
             admission=admission or "open",
             electorate=electorate or "open",
+            certificates=certificates or "claimed",
         )
         document |= {
             "swarm": founding.swarm.digest.hex(),

@@ -22,13 +22,13 @@ from kvasir_node.driver.last_error import LastError
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ConnectionLost, CoreStreams, Gossip, RecordStore
 from kvasir_node.telemetry import get_logger
-from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.capability import CapabilityRecord, Verdict
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Effect, FetchRecord, Notice, Now, Persist, Publish, Send, Slot
 from kvasir_proto.errors import ConfigurationInvalid, DiskFull, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Duration, in_seconds
-from kvasir_proto.limits import as_sentence
+from kvasir_proto.limits import Rank, as_sentence
 from kvasir_proto.membership import events as membership
 from kvasir_proto.messages.core import CORE
 from kvasir_proto.node_core import NodeCommand, NodeCore, NodeEvent, NodeView
@@ -106,6 +106,15 @@ class CoreDriver:
         if self._unsaved_reason and view.state == "ready":
             return replace(view, state="degraded", reason=as_sentence(self._unsaved_reason))
         return view
+
+    @property
+    def auditors(self) -> frozenset[NodeId]:
+        """See `SwarmCore`."""
+        return self._core.auditors
+
+    def verdict_of(self, record: CapabilityRecord, rank: Rank) -> Verdict:
+        """See `NodeCore.verdict_of`."""
+        return self._core.verdict_of(record, rank)
 
     def record_of(self, node_id: NodeId) -> CapabilityRecord | None:
         """See `ports.SwarmCore`."""

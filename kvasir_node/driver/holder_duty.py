@@ -115,12 +115,14 @@ class HolderDuty:
         next_generation: Callable[[], int],
         settings: HolderSettings,
         certifier: KernelCertifier,
+        certificate: Callable[[], bytes],
         note_speed: Callable[[int], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
     ) -> None:
         """``certifier`` has an engine measure its arithmetic, if need be, before more is asked of it.
 
+        ``certificate`` is what auditors are shown, empty while there is none.
         ``note_speed`` hears of each engine that can serve: nanoseconds of a row through an expert.
 
         0 where the engine could not find out.
@@ -133,6 +135,7 @@ class HolderDuty:
         self._next_generation = next_generation
         self._settings = settings
         self._certifier = certifier
+        self._certificate = certificate
         self._note_speed = note_speed
         self._now = now
         self._term = core.view().fence
@@ -182,6 +185,11 @@ class HolderDuty:
             "data_address": f"{self._listening.host}:{self._listening.port}" if self._listening else None,
             **self._last_error.report(),
         }
+
+    @property
+    def engine(self) -> EnginePort | None:
+        """The worker engine, while it is ready."""
+        return self._engine
 
     async def engine_statistics(self) -> str:
         """The engine's counters as JSON. Raises `EngineFailed` when there is no engine."""
@@ -273,17 +281,20 @@ class HolderDuty:
     # -- from the backbone -------------------------------------------------------------------------
 
     async def grant_data(self, node_id: NodeId, request: DataRequest) -> DataGrant:
-        """Have our engine expect a connection of that node's engine, if the node is the term's backbone.
+        """Have our engine expect a connection of that node's engine.
+
+        The node is the term's backbone, or an auditor, whose worker engine dials.
 
         Raises `RemoteProtocolError` for what is not acceptable or not possible now, `EngineFailed` when the
         engine ends or is mute meanwhile.
         """
         term = self._core.check_proof(request.proof, node_id)
-        if term.backbone != node_id:
+        if request.role == "worker":
+            if node_id not in self._core.auditors:
+                raise RemoteProtocolError("only an auditor's worker dials a holder", "not_an_auditor")
+        elif term.backbone != node_id:
             raise RemoteProtocolError("the proof makes another node backbone", "not_backbone")
-        if request.role != "backbone":
-            raise RemoteProtocolError("only a backbone dials a holder", "wrong_role")
-        verify_engine_certificate(request.engine_certificate, self._swarm.digest, node_id, "backbone")
+        verify_engine_certificate(request.engine_certificate, self._swarm.digest, node_id, request.role)
         await self._wait_followed(term)
         engine, listening = self._engine, self._listening
         if engine is None or listening is None:
@@ -295,7 +306,7 @@ class HolderDuty:
         await self._set_fence(engine)
         token = secrets.token_bytes(16)
         expect = ExpectDialler(
-            token, request.engine_certificate, "backbone", node_id, self._now() + TOKEN_LIFETIME_NS
+            token, request.engine_certificate, request.role, node_id, self._now() + TOKEN_LIFETIME_NS
         )
         await engine.exchange(
             expect, DiallerExpected, ENGINE_TIMEOUT_S, where=lambda each: each.token == token
@@ -305,6 +316,7 @@ class HolderDuty:
             listening.port,
             token,
             engine.certificate,
+            self._certificate() if request.role == "worker" else b"",
         )
 
     async def _wait_followed(self, term: ProvenTerm) -> None:

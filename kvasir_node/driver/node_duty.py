@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node import __version__
 from kvasir_node.backoff import retry_delay_s
+from kvasir_node.driver.auditor_duty import AuditorDuty
 from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
@@ -33,7 +34,7 @@ from kvasir_node.swarm_files import KnownSwarm
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, Revoke, UseInvite
-from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.capability import CapabilityRecord, RankVerdict
 from kvasir_proto.effects import Now, Slot
 from kvasir_proto.election.requests import Recover
 from kvasir_proto.errors import (
@@ -48,6 +49,7 @@ from kvasir_proto.errors import (
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Instant, WallTime, in_seconds
 from kvasir_proto.limits import Rank
+from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.membership.events import ClockSuspected, Leave, MemberChanged, Seed
 from kvasir_proto.messages.engine import TrunkLoaded
 from kvasir_proto.messages.swarm import DataRequest, Hello, Welcome
@@ -55,6 +57,7 @@ from kvasir_proto.node_core import CoreOptions, Describe, NodeCore, NodeEvent
 from kvasir_proto.placement.inventory import ModelShape
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest
+from kvasir_proto.tolerance_certificate import issue_certificate, sign_certificate
 
 if TYPE_CHECKING:
     import random
@@ -163,6 +166,8 @@ class NodeDuty:
         self._network: SwarmNetwork | None = None
         self._holder: HolderDuty | None = None
         self._backbone: BackboneDuty | None = None
+        self._auditor: AuditorDuty | None = None
+        self._signed_certificate = b""
         self._invites: dict[bytes, trio.MemorySendChannel[Invite]] = {}
 
     # -- life --------------------------------------------------------------------------------------
@@ -204,11 +209,13 @@ class NodeDuty:
             self._make_duties(known.swarm, self._model.stored, driver, self._certifier)
             assert self._holder is not None
             assert self._backbone is not None
+            assert self._auditor is not None
             nursery.start_soon(driver.run)
             nursery.start_soon(self._hear_events, driver)
             nursery.start_soon(self._keep_seeded, driver, network)
             if self._model.has_experts:
                 nursery.start_soon(self._holder.run)
+                nursery.start_soon(self._auditor.run)
             if "backbone" in self._settings.ranks:
                 nursery.start_soon(self._backbone.run)
             invite = self._files.load_invite()
@@ -243,8 +250,18 @@ class NodeDuty:
             next_generation=self._next_generation,
             settings=self._settings.holder,
             certifier=certifier,
+            certificate=lambda: self._signed_certificate,
             note_speed=self._note_speed,
             now=self._now,
+            wall_time=self._wall_time,
+        )
+        self._auditor = AuditorDuty(
+            swarm=swarm,
+            model=model,
+            core=core,
+            host=self._host,
+            holder=self._holder,
+            entropy=self._entropy,
             wall_time=self._wall_time,
         )
         self._backbone = BackboneDuty(
@@ -313,8 +330,11 @@ class NodeDuty:
         kernel, measured = self._settings.kernels[0], self._certifier.measured
         wanted = self._settings.ranks if self._has_served else tuple(_BACKBONE & {*self._settings.ranks})
         ranks: tuple[Rank, ...] = ()
+        verdicts: tuple[RankVerdict, ...] = ()
         if measured is not None:
             ranks = tuple(rank for rank in wanted if rank not in measured.unfit)
+            digest = self._certify(measured, self._certifier.measured_at)
+            verdicts = tuple(RankVerdict(rank, "claimed", digest) for rank in ranks if rank in measured.fit)
         elif not self._certifier.has_kernels:
             ranks = wanted
         return {
@@ -323,7 +343,15 @@ class NodeDuty:
             "accumulation": "UNKNOWN" if measured is None else measured.accumulation,
             "classes": () if measured is None or measured.not_probed else measured.kernel_classes,
             "ranks": ranks,
+            "verdicts": verdicts,
         }
+
+    def _certify(self, measured: MeasuredKernel, measured_at: int) -> bytes:
+        """Sign what was measured, for auditors; the certificate's digest."""
+        assert self._known is not None
+        certificate = issue_certificate(measured, self._node_key, measured_at)
+        self._signed_certificate = sign_certificate(certificate, self._node_key, self._known.swarm.digest)
+        return certificate.digest()
 
     def _note_certified(self) -> None:
         """Its kernels have been measured."""
@@ -395,9 +423,11 @@ class NodeDuty:
     async def _hear_events(self, core: CoreDriver) -> None:
         assert self._holder is not None
         assert self._backbone is not None
+        assert self._auditor is not None
         async for event in core.events:
             self._take_event(event)
             self._holder.take_event(event)
+            self._auditor.take_event(event)
             self._backbone.take_event(event)
             if core.view().state == "ready":
                 self._last_error.note_ready()
@@ -582,6 +612,7 @@ class NodeDuty:
             view=view,
             proof=core.proof,
             record_of=core.record_of,
+            verdict_of=core.verdict_of,
             holder=self._holder.report(),
             backbone=self._backbone.report(),
             statistics=await _statistics_of(self._backbone if is_backbone else self._holder),

@@ -17,10 +17,11 @@ from kvasir_node.driver.last_error import NO_ERROR
 from kvasir_node.model.report import model_report
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.answer_times import SlowHolder
-from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.capability import CapabilityRecord, Verdict
 from kvasir_proto.codec import decode
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Duration, Instant, between, in_seconds
+from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
@@ -63,6 +64,7 @@ class StatusSources:
     view: NodeView | None = None
     proof: bytes = b""
     record_of: Callable[[NodeId], CapabilityRecord | None] = _nobody_has_a_record
+    verdict_of: Callable[[CapabilityRecord, Rank], Verdict] = CapabilityRecord.verdict_of
     holder: Mapping[str, Any] = field(default_factory=dict)
     backbone: Mapping[str, Any] = field(default_factory=dict)
     statistics: Mapping[str, Any] | None = None
@@ -153,7 +155,7 @@ def _self_part(sources: StatusSources, record: CapabilityRecord | None) -> dict[
         "backend": record.backend if record is not None else None,
         "device": record.device if record is not None else None,
         "accumulation": record.accumulation if record is not None else "UNKNOWN",
-        "certificate": _certificate(sources.swarm, record),
+        "certificate": _certificate(sources, record),
         "memory_bytes": record.memory_bytes if record is not None else 0,
         **_rates(record),
         "ranks": _ranks(sources, sources.node_id),
@@ -266,7 +268,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "backend": record.backend if record is not None else None,
         "device": record.device if record is not None else None,
         "accumulation": record.accumulation if record is not None else "UNKNOWN",
-        "certificate": _certificate(sources.swarm, record),
+        "certificate": _certificate(sources, record),
         "ranks": _ranks(sources, member.node_id),
         "shards": len(shard),
         # It tells the backbone alone, which is then connected to it.
@@ -320,15 +322,16 @@ def _ranks(sources: StatusSources, node_id: NodeId) -> list[str]:
     return ranks
 
 
-def _certificate(swarm: FoundedSwarm | None, record: CapabilityRecord | None) -> str:
+def _certificate(sources: StatusSources, record: CapabilityRecord | None) -> str:
     """One word: the worst verdict over the ranks that a node stands for.
 
     Where the swarm takes its members at their word, a node without a certificate is `claimed` by that alone.
     """
     if record is None:
         return "none"
+    swarm = sources.swarm
     floor = "claimed" if swarm is not None and swarm.manifest.certificates == "claimed" else "none"
-    verdicts = [record.verdict_of(rank) for rank in record.ranks]
+    verdicts = [sources.verdict_of(record, rank) for rank in record.ranks]
     words = [floor if each == "none" else each for each in verdicts] or [floor]
     return min(words, key=_FROM_WORST.index)
 

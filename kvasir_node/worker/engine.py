@@ -46,6 +46,7 @@ from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     CertifyKernel,
+    ChallengeHolder,
     DiallerExpected,
     EngineFault,
     EngineMessage,
@@ -131,6 +132,10 @@ class WorkerEngine:
             case CertifyKernel():
                 # It takes up to a minute, and control has other questions meanwhile.
                 threading.Thread(target=self._certify, args=(message,), name="certify", daemon=True).start()
+            case ChallengeHolder():
+                threading.Thread(
+                    target=self._challenge, args=(message,), name="challenge", daemon=True
+                ).start()
             case Listen():
                 self._listen(message)
             case ExpectDialler():
@@ -185,6 +190,17 @@ class WorkerEngine:
         except Exception as error:  # a thread that ends in silence leaves control waiting for its deadline
             log.warning("kernel_not_certified", exc_info=not isinstance(error, _EXPECTED_ERRORS))
             answer = fault_of(message.request, error, "not_certified")
+        self._channel.send(answer)
+
+    def _challenge(self, message: ChallengeHolder) -> None:
+        from kvasir_node.worker.challenge import challenge  # only auditors do
+
+        try:
+            with self._certifying_lock:
+                answer: EngineMessage = challenge(message, self._credentials)
+        except Exception as error:  # a thread that ends in silence leaves control waiting for its deadline
+            log.warning("challenge_failed", exc_info=not isinstance(error, _EXPECTED_ERRORS))
+            answer = fault_of(message.request, error, "not_challenged")
         self._channel.send(answer)
 
     def _replace(self, loaded: _Loaded) -> None:

@@ -11,12 +11,20 @@ from typing import Final, TypeAlias, get_args
 from kvasir_proto.limits import SWARM_FRAME_SIZE_MAX
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.admission import AdmissionMessage
+from kvasir_proto.messages.certification import CertificationMessage, VerdictNotice
 from kvasir_proto.messages.election import ElectionMessage
 from kvasir_proto.messages.membership import MembershipMessage
 from kvasir_proto.messages.plan import PlanMessage
 from kvasir_proto.messages.records import RecordMessage
 
-CoreMessage: TypeAlias = MembershipMessage | ElectionMessage | RecordMessage | AdmissionMessage | PlanMessage
+CoreMessage: TypeAlias = (
+    MembershipMessage
+    | ElectionMessage
+    | RecordMessage
+    | AdmissionMessage
+    | PlanMessage
+    | CertificationMessage
+)
 
 MEMBERSHIP_MESSAGES: Final = get_args(MembershipMessage)
 ELECTION_MESSAGES: Final = get_args(ElectionMessage)
@@ -26,6 +34,9 @@ PLAN_MESSAGES: Final = get_args(PlanMessage)
 
 CORE: Final[Family[CoreMessage]] = Family(
     "core",
-    (*MEMBERSHIP_MESSAGES, *ELECTION_MESSAGES, *RECORD_MESSAGES, *ADMISSION_MESSAGES, *PLAN_MESSAGES),
+    (
+        *(*MEMBERSHIP_MESSAGES, *ELECTION_MESSAGES, *RECORD_MESSAGES),
+        *(*ADMISSION_MESSAGES, *PLAN_MESSAGES, VerdictNotice),
+    ),
     SWARM_FRAME_SIZE_MAX,
 )

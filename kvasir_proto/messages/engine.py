@@ -270,6 +270,44 @@ class DiallerExpected:
     token: OneTimeToken
 
 
+@dataclass(frozen=True, slots=True)
+class ChallengeHolder:
+    """Send rows that nobody has seen to another node's worker engine, and compare its answers with your own.
+
+    `shard` has the experts to ask about. `activation` is how the node claims to take rows, empty for as the
+    reference class does. Rows are drawn from `seed`, which nobody else knows.
+    """
+
+    kind: ClassVar[str] = "challenge_holder"
+    request: Sequence63
+    node_id: NodeIdField
+    host: Host
+    port: Port
+    token: OneTimeToken
+    certificate: CertificateDer
+    epoch: Epoch
+    term: Term
+    proof: ProofBytes
+    manifest_path: FilePath
+    source_path: FilePath
+    shard: ShardBytes
+    activation: OptionalWord
+    seed: Seed
+
+
+@dataclass(frozen=True, slots=True)
+class HolderChallenged:
+    """The answer to `ChallengeHolder`. `evidence` is the digest of all rows that went there and came back."""
+
+    kind: ClassVar[str] = "holder_challenged"
+    request: Sequence63
+    outcome: Literal["verified", "unfit", "quarantined", "inconclusive"]
+    reason: Sentence
+    n_rows: Count
+    n_flipped: Count
+    evidence: Digest
+
+
 # --- backbone -----------------------------------------------------------------------------------------------
 
 
@@ -528,6 +566,8 @@ EngineMessage: TypeAlias = (
     | CertifyKernel
     | CertificationAdvanced
     | KernelCertified
+    | ChallengeHolder
+    | HolderChallenged
     | Listen
     | Listening
     | ExpectDialler

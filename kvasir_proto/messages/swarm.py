@@ -9,12 +9,13 @@ says it. Payloads that are signed travel as the bytes that were signed. Anything
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias, get_args
+from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
 from kvasir_proto.limits import (
     SWARM_FRAME_SIZE_MAX,
     CertificateDer,
     Host,
+    Length,
     OneTimeToken,
     Port,
     ProofBytes,
@@ -67,13 +68,17 @@ class DataRequest:
 
 @dataclass(frozen=True, slots=True)
 class DataGrant:
-    """The answer to `DataRequest`: where to dial, the one-time token to show, and whom to expect there."""
+    """The answer to `DataRequest`: where to dial, the one-time token to show, and whom to expect there.
+
+    An auditor is also shown the node's tolerance certificate, an encoded `Signed`.
+    """
 
     kind: ClassVar[str] = "data_grant"
     host: Host
     port: Port
     token: OneTimeToken
     engine_certificate: CertificateDer
+    tolerance_certificate: Annotated[bytes, Length(0, 16 << 10)] = b""
 
 
 SwarmMessage: TypeAlias = Hello | Welcome | Refusal | DataRequest | DataGrant

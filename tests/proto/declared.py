@@ -25,6 +25,7 @@ from kvasir_proto.limits import Length, Range
 from kvasir_proto.measured_kernel import KEPT_MEASUREMENT
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.admission import ADMISSION
+from kvasir_proto.messages.certification import CERTIFICATION
 from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
@@ -37,6 +38,7 @@ from kvasir_proto.records import RECORDS_KEPT
 from kvasir_proto.signing import SIGNED
 from kvasir_proto.swarm_manifest import SWARM_MANIFEST
 from kvasir_proto.term_proof import ENDORSEMENT, TERM_PROOF, VOTE
+from kvasir_proto.tolerance_certificate import AUDITOR_VERDICT, TOLERANCE_CERTIFICATE
 
 FAMILIES: tuple[Family[Any], ...] = (
     SWARM,
@@ -47,6 +49,9 @@ FAMILIES: tuple[Family[Any], ...] = (
     SWARM_MANIFEST,
     CAPABILITY,
     KEPT_MEASUREMENT,
+    TOLERANCE_CERTIFICATE,
+    AUDITOR_VERDICT,
+    CERTIFICATION,
     VOTE,
     ENDORSEMENT,
     TERM_PROOF,

@@ -35,6 +35,7 @@ from kvasir_proto.swarm_manifest import (
     open_swarm_manifest,
     sign_swarm_manifest,
 )
+from kvasir_proto.verification import ChallengeDue, ChallengeFailed, ChallengeResult
 
 WALL = 1_800_000_000 * 10**9
 DELAY = milliseconds(1)
@@ -116,6 +117,10 @@ class SmallNode:
         return self.capability.node_id
 
 
+def _not_challenged(_auditor: NodeId, challenged: NodeId) -> ChallengeResult:
+    return ChallengeFailed(challenged, "nobody knows how")
+
+
 class SmallSwarm:
     """Nodes 1 to n; node 1 founded the swarm. `run` advances time."""
 
@@ -134,6 +139,8 @@ class SmallSwarm:
         """What somebody published though it had been, by anybody, so that nobody heard it."""
         self.far: dict[NodeId, Duration] = {}
         """What messages to a node take longer than to others."""
+        self.challenge: Callable[[NodeId, NodeId], ChallengeResult] = _not_challenged
+        """What comes of it when the one challenges the other."""
         self._published: dict[tuple[str, bytes], int] = {}
         self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -229,6 +236,9 @@ class SmallSwarm:
                     self._spread(node.node_id, topic, data)
                 case FetchRecord() | Notice():
                     node.told.append(effect)
+                case ChallengeDue(challenged):
+                    node.told.append(effect)
+                    self._later(node, LOADING, self._challenge(node, challenged))
                 case PlanReceived(plan, _):
                     node.told.append(effect)
                     self._later(node, LOADING, self._load(node, plan))
@@ -242,6 +252,10 @@ class SmallSwarm:
     def _load(self, node: SmallNode, plan: Plan) -> Callable[[NodeCore], None]:
         loaded = ShardLoaded(plan.epoch, plan.term, plan.revision, 1)
         return lambda core: core.command(loaded, self.now(node))
+
+    def _challenge(self, node: SmallNode, challenged: NodeId) -> Callable[[NodeCore], None]:
+        result = self.challenge(node.node_id, challenged)
+        return lambda core: core.command(result, self.now(node))
 
     def _tick(self, node: SmallNode) -> Callable[[NodeCore], None]:
         def tick(core: NodeCore) -> None:

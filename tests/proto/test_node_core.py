@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -397,34 +397,27 @@ def test_a_stopped_node_rejoins_by_itself() -> None:
     assert swarm.run(seconds(30), lambda: all_ready(swarm)) < 20
 
 
-UNFIT: dict[str, tuple[dict[str, Any], Literal["claimed", "verified"]]] = {
-    "adds in F16": ({"accumulation": "F16"}, "claimed"),
-    "adds in BF16": ({"accumulation": "BF16"}, "claimed"),
-    "adds in less than F32 for some weights": ({"accumulation": "MIXED"}, "claimed"),
-    "was not invited for it, or does not want to": ({"ranks": ("output", "bulk")}, "claimed"),
-    "has no backbone file": ({"has_backbone_file": False}, "claimed"),
-    "is judged unfit": ({"verdicts": (RankVerdict("backbone", "unfit", bytes(32)),)}, "claimed"),
-    "says so itself and nobody else does": (
-        {"accumulation": "F32", "verdicts": (RankVerdict("backbone", "claimed", bytes(32)),)},
-        "verified",
-    ),
-    "nobody knows how it adds": ({"verdicts": (RankVerdict("backbone", "verified", bytes(32)),)}, "verified"),
+UNFIT: dict[str, dict[str, Any]] = {
+    "adds in F16": {"accumulation": "F16"},
+    "adds in BF16": {"accumulation": "BF16"},
+    "adds in less than F32 for some weights": {"accumulation": "MIXED"},
+    "was not invited for it, or does not want to": {"ranks": ("output", "bulk")},
+    "has no backbone file": {"has_backbone_file": False},
+    "is judged unfit": {"verdicts": (RankVerdict("backbone", "unfit", bytes(32)),)},
 }
 
 
 @pytest.mark.parametrize("why", list(UNFIT))
 def test_a_node_unfit_for_backbone_never_stands_not_even_alone(why: str) -> None:
     """It has its vote and founded the swarm, nobody else is there, and it stands in no term."""
-    changes, certificates = UNFIT[why]
-    swarm = SmallSwarm(0, certificates=certificates)
-    unfit = swarm.add(1, **changes)
+    swarm = SmallSwarm(0)
+    unfit = swarm.add(1, **UNFIT[why])
     swarm.run(seconds(60))
     assert unfit.core is not None
     view = unfit.core.view()
     assert (view.role, view.fence, view.lease_until) == (Role.FOLLOWER, None, None)
     assert (view.state, view.reason) == ("joining", "no backbone is known yet")
-    fit = {"accumulation": "F32", "verdicts": (RankVerdict("backbone", "verified", bytes(32)),)}
-    swarm.add(2, **fit)
+    swarm.add(2, accumulation="F32")
     swarm.run(seconds(20), lambda: bool(backbones(swarm)))
     assert backbones(swarm) == [swarm.node(2)], "it votes for who is fit"
 

@@ -73,6 +73,11 @@ class MemoryCore:
         """See `ports.SwarmCore`."""
         return self.records.get(node_id)
 
+    auditors: frozenset[NodeId] = frozenset()
+    """See `ports.SwarmCore`."""
+    proof = b""
+    """See `ports.SwarmCore`."""
+
     # -- for the test ------------------------------------------------------------------------------
 
     def change(self, **changes: Any) -> None:

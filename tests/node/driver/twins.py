@@ -37,6 +37,7 @@ from kvasir_proto.messages.engine import (
     CancelSession,
     CertificationAdvanced,
     CertifyKernel,
+    ChallengeHolder,
     ConnectHolder,
     DiallerExpected,
     EngineFault,
@@ -46,6 +47,7 @@ from kvasir_proto.messages.engine import (
     ExpectDialler,
     ExpertsMeasured,
     Generate,
+    HolderChallenged,
     HolderConnected,
     HolderLost,
     KernelCertified,
@@ -223,6 +225,8 @@ class TwinEngine:
         self.address = ("", 0)
         self.expert_row_ns = 5000
         """What a worker's measurement of itself gives."""
+        self.answers_to_challenges: tuple[Any, str] = ("verified", "256 rows of 2 experts")
+        """What an auditor makes of a worker's answers, and why."""
         self.arithmetic: dict[str, Any] = {}
         """What a worker measures of its kernel, where that is not the best."""
         self._sessions: dict[SessionId, Generate] = {}
@@ -305,6 +309,8 @@ class TwinEngine:
                 model = {"model_digest": self.world.model.manifest.digest()}
                 measured = measured_kernel(message, **model | self.arithmetic)
                 await self.say(KernelCertified(message.request, measured, ""))
+            case ChallengeHolder():
+                await self.say(self._challenge(message))
             case LoadShard():
                 shard = ShardSet.decode(message.shard)
                 await self.say(ShardLoaded(message.request, 1000, shard.digest()))
@@ -336,6 +342,15 @@ class TwinEngine:
                 pass
             case _:
                 raise AssertionError(f"the {self.role} twin was sent {message.kind}")
+
+    def _challenge(self, message: ChallengeHolder) -> HolderChallenged:
+        there = self.world.engine_at(message.host, message.port)
+        expected = there.expected.pop(message.token, None) if there is not None else None
+        answers: tuple[Any, str] = ("inconclusive", "the handshake failed")
+        if there is not None and expected is not None and expected.certificate == self.certificate:
+            answers = there.answers_to_challenges
+        outcome, reason = answers
+        return HolderChallenged(message.request, outcome, reason, 256, 0, bytes(32))
 
     async def _connect(self, message: ConnectHolder) -> None:
         there = self.world.engine_at(message.host, message.port)

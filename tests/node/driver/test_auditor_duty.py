@@ -1,0 +1,142 @@
+"""Whole nodes of a swarm that verifies: they challenge each other through their engines, and obey that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from kvasir_node.model.store import StoredModel
+from kvasir_proto.capability import RankVerdict
+from kvasir_proto.errors import EngineFailed
+from kvasir_proto.manifest import ShardSet
+from kvasir_proto.messages.engine import ChallengeHolder, EngineFault
+from tests.node.driver.node_world import NodeWorld, TwinNode
+from tests.node.driver.test_node_duty import open_nodes, own_record, plan_of
+from tests.node.driver.twins import TwinEngine, until
+
+
+def worker_engine(node: TwinNode) -> TwinEngine:
+    return [each for each in node.engines.all if each.role == "worker"][-1]
+
+
+def holds_output(backbone: TwinNode, node: TwinNode) -> bool:
+    plan = plan_of(backbone)
+    return max(each.layer for each in plan.layers) in plan.shard_of(node.node_id).layers
+
+
+def challenges_by(node: TwinNode) -> list[ChallengeHolder]:
+    return [each for each in worker_engine(node).received if isinstance(each, ChallengeHolder)]
+
+
+async def founder_and(
+    world: NodeWorld, *numbers: int, answers: Any = None
+) -> tuple[TwinNode, list[TwinNode]]:
+    world.start(0)
+    others = world.start(*numbers)
+    for each in others:
+        if answers is not None:
+            each.engines.before_start = lambda engine: setattr(engine, "answers_to_challenges", answers)
+    founder = world.nodes[0]
+    await until(lambda: founder.reigns and founder.duty._core is not None)
+    await until(lambda: founder.duty._core.view().plan is not None)  # type: ignore[union-attr]
+    return founder, others
+
+
+async def test_members_are_verified_and_then_serve_output_layers(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path, certificates="verified") as world:
+        founder, others = await founder_and(world, 1, 2)
+        assert not any(holds_output(founder, each) for each in others), "nobody is taken at its word"
+        await until(lambda: all(holds_output(founder, each) for each in others))
+        await until(world.is_ready)
+        asked = challenges_by(founder)
+        assert asked
+        for request in asked:
+            assert request.activation == ""
+            assert len(ShardSet.decode(request.shard)) in (1, 2)
+        assert len({request.seed for request in asked}) == len(asked), "rows that nobody has seen"
+        for each in others:
+            said = own_record(each)
+            assert {verdict.verdict for verdict in said.verdicts} == {"verified"}
+            assert said.auditor_verdicts
+
+
+@pytest.mark.parametrize(
+    "outcome, state", [("unfit", "degraded"), ("inconclusive", "degraded"), ("quarantined", "joining")]
+)
+async def test_who_does_not_pass_serves_no_output_layer(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, outcome: str, state: str
+) -> None:
+    async with open_nodes(model, tmp_path, certificates="verified") as world:
+        founder, others = await founder_and(world, 1, 2, answers=(outcome, "a reason"))
+        await until(lambda: challenges_by(founder))
+        await trio.sleep(60)
+        assert not any(holds_output(founder, each) for each in others)
+        assert not any(own_record(each).auditor_verdicts for each in others)
+        sources = founder.duty._core.view().quarantined  # type: ignore[union-attr]
+        assert bool(sources) == (outcome == "quarantined")
+
+
+SPOILT: dict[str, Any] = {
+    "another certificate in its record": lambda said: {
+        "verdicts": tuple(RankVerdict(each.rank, "claimed", bytes(32)) for each in said.verdicts)
+    },
+    "another class in its record": lambda said: {"classes": ()},
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+async def test_a_record_that_does_not_fit_its_certificate_verifies_nothing(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, what: str
+) -> None:
+    async with open_nodes(model, tmp_path, certificates="verified") as world:
+        founder, (other,) = await founder_and(world, 1)
+        await until(lambda: own_record(other).verdicts)
+        duty = other.duty
+        arithmetic = duty._arithmetic
+        duty._arithmetic = lambda: arithmetic() | SPOILT[what](own_record(other))  # type: ignore[method-assign]
+        duty._note_certified()
+        await trio.sleep(60)
+        assert not holds_output(founder, other)
+        assert not challenges_by(founder), "nothing is asked of who shows something else than it says"
+
+
+async def test_only_auditors_are_let_in_and_shown_the_certificate(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        world.start(0, 1)
+        await until(world.is_ready)
+        assert world.backbone is not None
+        other = next(each for each in world.nodes if each is not world.backbone)
+        auditor, core = world.backbone.duty._auditor, world.backbone.duty._core
+        assert auditor is not None
+        assert core is not None
+        assert core.auditors == frozenset(), "members are taken at their word here"
+        await until(lambda: (said := core.record_of(other.node_id)) is not None and said.held is not None)
+        with pytest.raises(Exception, match="only an auditor's worker"):
+            await auditor._challenge(other.node_id)
+
+
+async def test_an_auditor_without_an_engine_tries_again_later(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path, certificates="verified") as world:
+        founder, (other,) = await founder_and(world, 1)
+        fault = EngineFault(None, "not_challenged", "no memory", 1)
+        worker_engine(founder).refusals[ChallengeHolder] = fault
+        await until(lambda: challenges_by(founder))
+        assert not holds_output(founder, other)
+        worker_engine(founder).refusals.clear()
+        await until(lambda: holds_output(founder, other))
+        auditor = founder.duty._auditor
+        assert auditor is not None
+        worker_engine(founder).die()
+        await until(lambda: founder.duty._holder.engine is None)  # type: ignore[union-attr]
+        with pytest.raises(EngineFailed, match="not running"):
+            await auditor._challenge(other.node_id)
