@@ -805,7 +805,7 @@ REFUSED_REQUESTS: dict[str, tuple[Callable[[Holder], DataRequest], str]] = {
         lambda h: h.request(engine_certificate=h.certificate(role="worker")),
         "wrong_role",
     ),
-    "a worker": (lambda h: h.request(role="worker"), "wrong_role"),
+    "a worker of nobody who audits": (lambda h: h.request(role="worker"), "not_an_auditor"),
 }
 
 
@@ -817,6 +817,23 @@ async def test_nobody_else_is_expected(
     async with open_serving(model, tmp_path) as holder:
         assert await code_of(holder, make_request(holder)) == code
         assert holder.engine.count(ExpectDialler) == 0
+
+
+async def test_an_auditors_worker_is_expected_and_shown_the_certificate(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_serving(model, tmp_path) as holder:
+        holder.core.auditors = frozenset({node(OTHER)})
+        request = holder.request(role="worker", engine_certificate=holder.certificate(OTHER, role="worker"))
+        grant = await holder.duty.grant_data(node(OTHER), request)
+        assert grant.tolerance_certificate == b"a certificate"
+        (expected,) = (each for each in holder.engine.received if isinstance(each, ExpectDialler))
+        assert (expected.role, expected.node_id) == ("worker", node(OTHER))
+        assert (await holder.duty.grant_data(node(BACKBONE), holder.request())).tolerance_certificate == b""
+        as_backbone = holder.request(role="worker", engine_certificate=holder.certificate(OTHER))
+        with pytest.raises(RemoteProtocolError) as refused:
+            await holder.duty.grant_data(node(OTHER), as_backbone)
+        assert refused.value.code == "wrong_role"
 
 
 async def test_a_backbone_of_which_the_node_hears_only_now_waits_for_the_disk_and_the_fence(
