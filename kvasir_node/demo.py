@@ -65,6 +65,7 @@ _TOLERANCE_CHUNK: Final = 32
 _VERDICT_WRONG_MAX: Final = 1e-3
 """How often a swarm that differs in as many top tokens as it may would be called different by chance."""
 
+_AUDIT_TIMEOUT_S: Final = 60.0
 _EVALUATIONS_MAX: Final = 3
 _REPLANNING_S: Final = 4.0
 """How often, and how far apart, a comparison is made again in which the node that adds in F16 had no part."""
@@ -72,8 +73,9 @@ _REPLANNING_S: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the user chose. ``kill_worker`` SIGKILLs one holder in the middle of the text; with ``f16_model``,
-    a file whose experts are F16, one worker adds in F16 and the verdict is by tolerance.
+    """What the user chose. ``kill_worker`` SIGKILLs one holder in the middle of the text; ``f16_model`` is a
+    file whose experts are F16; with it one worker adds in F16 and the verdict is by tolerance. With ``liar``
+    one worker has that fault behind an honest node's word instead, and the audit is to find it.
     """
 
     n_workers: int
@@ -82,6 +84,17 @@ class DemoOptions:
     sampling: Sampling
     kill_worker: bool
     f16_model: Path | None = None
+    liar: str | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether one node says that it adds in F16."""
+        return self.f16_model is not None and self.liar is None
+
+    @property
+    def is_by_tolerance(self) -> bool:
+        """Whether a node that adds in F16, whatever it says, has a part in the text."""
+        return self.f16_model is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +180,13 @@ async def _demonstrate(
     alive_statuses = [await node.status() for node in alive]
     decisions = _worker_decisions(finished, alive_statuses)
     same_text = reference["tokens"] == tokens
-    is_mixed = options.f16_model is not None
-    as_wanted = _is_within_tolerance(compared) if is_mixed else compared["max_abs_logit_delta"] == 0.0
+    is_mixed = options.is_mixed
+    by_tolerance = options.is_by_tolerance
+    as_wanted = _is_within_tolerance(compared) if by_tolerance else compared["max_abs_logit_delta"] == 0.0
     result: dict[str, Any] = {
         "schema_version": 1,
         "passed": bool(
-            (same_text or is_mixed)
+            (same_text or by_tolerance)
             and as_wanted
             and decisions == 0
             and finished["experts_missing_total"] == 0
@@ -184,7 +198,7 @@ async def _demonstrate(
         "text": text,
         "tokens": len(tokens),
         "token_ids": tokens,
-        ("equivalent" if is_mixed else "exact"): compared,
+        ("equivalent" if by_tolerance else "exact"): compared,
         "same_tokens_as_single_process": same_text,
         "router": {"worker_decisions": decisions},
         "experts_missing_total": finished["experts_missing_total"],
@@ -196,6 +210,15 @@ async def _demonstrate(
     if is_mixed:
         result["mixed"] = _mixed_part(started, alive_statuses, compared)
         result["passed"] = result["passed"] and result["mixed"]["passed"]
+    if options.liar is not None:
+        by_name = {node.name: each["node_id"] for node, each in zip(alive, alive_statuses, strict=True)}
+        planted = by_name[_home_name(options.n_workers + 1)]
+        result["audit"] = await _audit_part(options.liar, planted, backbone)
+        result["passed"] = result["passed"] and result["audit"]["passed"]
+        if by_tolerance:
+            result["top1_agreement"] = compared["top1_agreement"]
+        else:
+            result["text_equals_honest_run"] = same_text
     if killed is not None:
         result |= {
             "killed_pid": workers[killed]["engine"]["pid"],
@@ -321,7 +344,7 @@ async def _compare(
     )
     async with open_unwrapping_nursery() as nursery:
         engine, _ = await start_reference(nursery, model, settings, backbone.locations.runtime)
-        n_further = max(0, _TOLERANCE_POSITIONS - len(tokens)) if options.f16_model is not None else 0
+        n_further = max(0, _TOLERANCE_POSITIONS - len(tokens)) if options.is_by_tolerance else 0
         alone = await generate(
             engine,
             options.prompt,
@@ -336,7 +359,7 @@ async def _compare(
         nursery.cancel_scope.cancel()
     request = EvaluateRequest(token_ids, chunk_sizes, str(ours))
     await _evaluate_swarm(backbone, request)
-    for _ in range(_EVALUATIONS_MAX if options.f16_model is not None else 0):
+    for _ in range(_EVALUATIONS_MAX if options.is_by_tolerance else 0):
         if largest_delta(theirs, ours) > 0.0:
             break
         # While the single process ran the plan took the F16 node for slow; now there is room for it again.
@@ -352,7 +375,7 @@ async def _compare(
         "top1_agreement": comparison.top1_agreement,
         "compared_positions": len(token_ids),
     }
-    if options.f16_model is not None:
+    if options.is_by_tolerance:
         compared |= {"mean_kld": comparison.mean_kld, "maximum_kld": comparison.maximum_kld}
     return reference, compared
 
@@ -401,6 +424,42 @@ def _mixed_part(
         "in_comparison": compared["max_abs_logit_delta"] > 0.0,
         "top1_agreement_min": thresholds.top1_agreement_min,
         "mean_kld_max": thresholds.mean_kld_max,
+    }
+
+
+async def _audit_part(liar: str, planted: str, backbone: DemoNode) -> dict[str, Any]:
+    """Whom the backbone's audit has accused: waited for, since rows are looked at behind the text."""
+    deadline = time.monotonic() + _AUDIT_TIMEOUT_S
+    accused: list[dict[str, Any]] = []
+    while time.monotonic() < deadline:
+        members = (await backbone.status())["members"]
+        accused = [_accusation(liar, each) for each in members if _is_accused(each)]
+        if any(each["node"] == planted for each in accused):
+            break
+        await trio.sleep(_POLL_S)
+    return {
+        "planted": planted,
+        "fault": liar,
+        "accused": accused,
+        "passed": [each["node"] for each in accused] == [planted],
+    }
+
+
+def _is_accused(member: dict[str, Any]) -> bool:
+    return member["audit"] is not None or member["quarantined_s"] is not None
+
+
+def _accusation(liar: str, member: dict[str, Any]) -> dict[str, Any]:
+    """What is held against a member. Where single rows are wrong those that were found are what the fault
+    touched, and one that is not finite is enough; else it is all that the node was asked.
+    """
+    audit = member["audit"] or {"verdict": "quarantined", "reason": member["reason"], "foreign": 1}
+    is_in_single_rows = liar in ("nan", "wrong-expert")
+    return {
+        "node": member["node_id"],
+        "verdict": audit["verdict"],
+        "reason": audit["reason"],
+        "rows_touching_fault": audit["foreign" if is_in_single_rows else "rows_asked"],
     }
 
 
@@ -456,7 +515,7 @@ async def _open_swarm(
     n_workers, model = options.n_workers, options.f16_model
     try:
         say("founding a swarm")
-        home = directory / "node-1"
+        home = directory / _home_name(1)
         locations = locate(home, _environment())
         founder = app.open_home(locations, load_configuration(locations.config_file, {}))
         app.found_swarm(founder, app.resolve_model(founder, str(model) if model else None))
@@ -464,19 +523,28 @@ async def _open_swarm(
         # Whoever is elected is to wait for all the others before it places any expert. With one holder for
         # each expert, what the node that adds in F16 holds is computed by it and nobody else.
         common = ["--workers-min", str(n_workers)]
-        common += ["--model", str(model), "--holders", "1"] if model else []
-        exact = [*common, *_memory_option(founder, n_workers)] if model else common
+        common += ["--model", str(model)] if model else []
+        common += ["--holders", "1"] if options.is_mixed else []
+        exact = [*common, *_memory_option(founder, n_workers)] if options.is_mixed else common
         nodes.append(_start_node(home, *exact))
         address = (await _wait_status(nodes, 0, lambda document: bool(document["addresses"])))["addresses"][0]
         for number in range(2, n_workers + 2):
-            is_f16 = model is not None and number == n_workers + 1
-            own = [*common, "--kernel", "emulated-f16"] if is_f16 else exact
-            nodes.append(_start_node(directory / f"node-{number}", "--join", address, *own))
+            own = exact
+            if number == n_workers + 1 and options.liar is not None:
+                # A backbone computes what the plan gives it itself: it is not to be the liar.
+                own = [*common, "--kernel", f"liar-{options.liar}", "--ranks", "output,bulk"]
+            elif number == n_workers + 1 and options.is_mixed:
+                own = [*common, "--kernel", "emulated-f16"]
+            nodes.append(_start_node(directory / _home_name(number), "--join", address, *own))
         say("waiting until they have found each other, elected a backbone and loaded their experts")
         yield await _wait_ready(nodes, say)
     finally:
         with trio.CancelScope(shield=True):
             await _stop_nodes(nodes)
+
+
+def _home_name(number: int) -> str:
+    return f"node-{number}"
 
 
 def _memory_option(founder: app.Home, n_workers: int) -> list[str]:

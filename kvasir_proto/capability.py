@@ -148,6 +148,13 @@ class CapabilityRecord:
         """What the record says of the node's fitness for this rank."""
         return next((each.verdict for each in self.verdicts if each.rank == rank), "none")
 
+    def claim_digest(self) -> bytes:
+        """The digest of the certificates that speak for the node, b"" without any: another one after it was
+        certified anew.
+        """
+        certificates = sorted({each.certificate for each in self.verdicts})
+        return hashlib.sha256(b"".join(certificates)).digest() if certificates else b""
+
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:

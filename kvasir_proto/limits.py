@@ -97,9 +97,21 @@ Kernel: TypeAlias = Literal[
     "ggml-neon-v8.6",
     "ggml-sse2",
     "ggml-avx2",
+    "liar-f16",
+    "liar-scaled",
+    "liar-zeros",
+    "liar-stale",
+    "liar-wrong-expert",
+    "liar-nan",
+    "liar-q4",
+    "liar-replayed",
+    "liar-odd-blocks",
 ]
 """What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, numpy that
-adds in F16 to show what the swarm makes of such a node, or ggml's CPU kernels for another instruction set."""
+adds in F16 to show what the swarm makes of such a node, ggml's CPU kernels for another instruction set, or
+one with a planted fault behind ggml's name, to show that an audit finds it."""
+AuditVerdict: TypeAlias = Literal["unfit", "quarantined"]
+"""What an audit makes of a node whose rows are wrong: bulk layers only, or nothing at all."""
 Rank: TypeAlias = Literal["backbone", "output", "bulk"]
 """A place in the forward pass that a node can fill."""
 RANKS: Final[tuple[Rank, ...]] = ("backbone", "output", "bulk")

@@ -98,7 +98,7 @@ from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState, as_a
 from kvasir_proto.placement.options import PlacementOptions
 from kvasir_proto.placement.plan import Coverage, Missing, Plan, open_plan
 from kvasir_proto.plan_offers import PlanOffers
-from kvasir_proto.quarantine import Quarantined, QuarantineTable
+from kvasir_proto.quarantine import QUARANTINED_MAX, Quarantined, QuarantineTable
 from kvasir_proto.ranking import CandidateRank, candidate_rank, may_be_backbone
 from kvasir_proto.records import LAN as RECORDS_LAN
 from kvasir_proto.records import WAN as RECORDS_WAN
@@ -240,6 +240,16 @@ class AnswersSeen:
     mean: Duration
 
 
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """As backbone: this member's rows are those of short sums, whatever its record says of them: bulk layers
+    only, until it has other certificates than these.
+    """
+
+    node_id: NodeId
+    claim_digest: bytes
+
+
 NodeCommand: TypeAlias = (
     Seed
     | ConnectionLost
@@ -253,6 +263,7 @@ NodeCommand: TypeAlias = (
     | Quarantine
     | AnswersSeen
     | ChallengeResult
+    | Demote
     | AdoptProof
     | StepDown
     | Recover
@@ -440,6 +451,8 @@ class NodeCore:
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()
         self._answer_times = AnswerTimes()
+        self._demoted: dict[NodeId, bytes] = {}
+        """Members that are given bulk layers only, and the certificates they had when they were found out."""
         self._steadiness = Steadiness()
         self._drains: tuple[Callable[[], Sequence[Effect | NodeEvent]], ...] = (
             self._membership.drain,
@@ -603,6 +616,12 @@ class NodeCore:
                 if slow is not None:
                     self._effects.append(Notice("holder_slow", (("node", node_id), ("times", slow.times))))
                     self._note_change(now.instant)
+            case Demote(node_id, claim):
+                self._demoted.pop(node_id, None)
+                self._demoted[node_id] = claim
+                if len(self._demoted) > QUARANTINED_MAX:
+                    del self._demoted[next(iter(self._demoted))]
+                self._note_change(now.instant)
         self._settle(now)
 
     def tick(self, now: Now) -> None:
@@ -1311,7 +1330,7 @@ class NodeCore:
         return Place(
             node_id=node_id,
             memory_bytes=memory_bytes if _is_worker(record) else 0,
-            accumulation=record.accumulation,
+            accumulation="F16" if self._is_demoted(record) else record.accumulation,
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
             output_verdict=verdict if "output" in record.ranks else False,
             rate_rows_s=max(1, 1_000_000_000 // (row_ns * times)) if row_ns else None,
@@ -1320,6 +1339,11 @@ class NodeCore:
             is_backbone=is_own,
             holding=standing.holding,
         )
+
+    def _is_demoted(self, record: CapabilityRecord) -> bool:
+        """Whether a node that claims F32 was found to add otherwise, and not certified again since."""
+        claims_f32 = record.accumulation in ("F32", "UNKNOWN")
+        return claims_f32 and self._demoted.get(record.node_id) == record.claim_digest()
 
     def _issue(self, plan: Plan, now: Now) -> None:
         """Sign what placement decided, keep it, and offer it to all it names and all who vote."""

@@ -40,6 +40,7 @@ from kvasir_node.backbone.holder import (
     Request,
 )
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
+from kvasir_node.backbone.row_audit import RowAudit
 from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
@@ -225,8 +226,11 @@ class Dispatcher:
         on_holder_lost: Callable[[NodeId, str, str], None],
         on_answers_timed: Callable[[NodeId, int], None],
         compact_activations: bool = False,
+        audit: RowAudit | None = None,
     ) -> None:
         """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
+
+        With an ``audit`` it is shown each node's rows, when they have been used; not sums.
 
         With ``compact_activations`` rows travel to holders in the smallest wire type that changes no result.
         ``on_holder_lost`` gets a node id, a code of one word and a sentence, ``on_answers_timed`` a node id
@@ -238,6 +242,7 @@ class Dispatcher:
         self._on_holder_lost = on_holder_lost
         self._on_answers_timed = on_answers_timed
         self._compact_activations = compact_activations
+        self._audit = audit
         self._wire_types: dict[tuple[int, int], WireType] = {}  # by layer and program
         self._authority = _Authority()
         self._places: list[_Place | None] = []
@@ -859,6 +864,25 @@ class Dispatcher:
             self._suspect(index, bad, bad_pairs, request.pairs)
         else:
             self._convict(request.pairs)
+            if self._audit is not None and self._answer is Answer.ROWS:
+                self._show(self._audit, holder, request.pairs)
+
+    def _show(self, audit: RowAudit, holder: RemoteHolder, pairs: PairIndices) -> None:
+        """Let the audit have a look at the rows that have just been taken."""
+        call = self._call
+        program = self._programs[call.program_index]
+        asked = pairs.tolist()
+        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)
+        per_row = 1 if program.input_per_slot else call.n_slots
+        audit.note_rows(
+            holder.node_id,
+            call.layer,
+            program,
+            ids[pairs].tolist(),
+            lambda place: call.x_address + 4 * call.n_embd_in * (asked[place] // per_row),
+            holder.payload_address,
+            (call.n_embd_in, call.n_embd_out),
+        )
 
     def _bad_pairs(self, address: int, n_results: int, pairs: PairIndices) -> frozenset[int]:
         """Those of a request's pairs, ascending, whose rows, or tokens' sums, are not finite."""

@@ -21,8 +21,9 @@ from typing import Final
 import numpy as np
 
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
-from kvasir_node.backbone.holder import open_remote_holder
+from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
+from kvasir_node.backbone.row_audit import Claim, RowAudit
 from kvasir_node.backbone.rpc_experts import RpcExperts
 from kvasir_node.backbone.session import (
     EmittedToken,
@@ -41,6 +42,7 @@ from kvasir_node.model.expert_bytes import ExpertSource as ExpertBytes
 from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.native_library import load as load_native_library
 from kvasir_node.telemetry import get_logger
+from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import (
     EngineFailed,
@@ -63,6 +65,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderJudged,
     HolderLost,
     LoadOwnShard,
     LoadTrunk,
@@ -77,7 +80,8 @@ from kvasir_proto.messages.engine import (
     Tokenized,
     TrunkLoaded,
 )
-from kvasir_proto.placement.ranks import bulk_layers
+from kvasir_proto.placement.ranks import bulk_layers, output_layers
+from kvasir_proto.program import ExpertProgram
 
 log = get_logger()
 
@@ -115,6 +119,9 @@ class BackboneEngine:
         self._dispatcher: Dispatcher | None = None
         self._coverage_patience_ns = 0
         self._trunk: Trunk | None = None
+        self._audit: RowAudit | None = None
+        self._programs: dict[int, ExpertProgram] = {}
+        """The expert program of each layer that was asked for while the trunk was measured."""
         self._layers_ns = 0
         self._is_measuring = False
         """Experts' rows are zeros while it is found out how long the trunk takes."""
@@ -182,6 +189,8 @@ class BackboneEngine:
         with contextlib.suppress(queue.Full):
             self._jobs.put_nowait(None)
         self._decode_thread.join(5.0)
+        if self._audit is not None:
+            self._audit.close()
 
     # -- the decode thread -------------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ class BackboneEngine:
             self._dispatcher.close()
 
     def _load(self, message: LoadTrunk) -> None:
-        dispatcher = hook = None
+        dispatcher = hook = audit = None
         try:
             if self._trunk is not None:
                 raise LocalProtocolError("an engine loads one trunk in its life")
@@ -232,6 +241,8 @@ class BackboneEngine:
                 experts = hook = ExpertHook(
                     self._on_layer, bulk_layers(manifest.moe_layers) if message.partial_sums else ()
                 )
+                if message.audit_path is not None:
+                    audit = RowAudit(manifest, Path(message.audit_path), self._on_verdict)
                 dispatcher = Dispatcher(
                     load_native_library(),
                     manifest,
@@ -239,15 +250,19 @@ class BackboneEngine:
                     on_holder_lost=self._on_holder_lost,
                     on_answers_timed=self._on_answers_timed,
                     compact_activations=message.compact_activations,
+                    audit=audit,
                 )
             trunk = Trunk(Path(message.backbone_path), settings, experts)
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:
             if hook is not None:
                 hook.close()
+            if audit is not None:
+                audit.close()
             self._channel.send(fault_of(message.request, error, "trunk_unusable"))
             return
         self._coverage_patience_ns = message.coverage_patience_ns
         self._manifest, self._hook, self._dispatcher, self._trunk = manifest, hook, dispatcher, trunk
+        self._audit = audit
         decode_token_ns = 0
         if dispatcher is not None:
             dispatcher.set_authority(*self._lease.newest)  # a lease may have come before the trunk
@@ -274,6 +289,8 @@ class BackboneEngine:
 
     def _on_layer(self, call: LayerCall) -> None:
         if self._is_measuring:
+            assert self._hook is not None
+            self._programs[call.layer] = self._hook.programs[call.program_index]
             fill_with_zeros(call)
             return
         assert self._dispatcher is not None
@@ -286,6 +303,35 @@ class BackboneEngine:
 
     def _on_answers_timed(self, node_id: NodeId, mean_ns: int) -> None:
         self._channel.send(AnswersTimed(node_id, mean_ns))
+
+    def _on_verdict(self, verdict: Verdict, n_rows_asked: int) -> None:
+        """The audit has found a node out. From any thread."""
+        reason = as_sentence(verdict.reason)
+        log.warning("holder_judged", node=verdict.node_id, verdict=verdict.word, reason=reason)
+        self._channel.send(
+            HolderJudged(
+                verdict.node_id, verdict.word, reason, verdict.n_rows, verdict.n_foreign, n_rows_asked
+            )
+        )
+        if verdict.word == "quarantined" and self._dispatcher is not None:
+            self._dispatcher.remove_holder(verdict.node_id, reason)
+            self._channel.send(HolderLost(verdict.node_id, verdict.word, reason))
+            self._settle_soon()
+
+    def _examine(self, holder: RemoteHolder, message: ConnectHolder, shard: ShardSet) -> None:
+        """Look at rows of a new connection before it counts. Raises `RemoteProtocolError` with the verdict
+        for its code when its node is not to serve this shard.
+        """
+        if self._audit is None or self._manifest is None:
+            return
+        claim = Claim(message.adds_in_f32, message.activation, message.claim_digest)
+        self._audit.take_claim(message.node_id, claim)
+        verdict = self._audit.examine(holder, shard, self._programs, self._lease.check())
+        if verdict is None:
+            return
+        sensitive = set(output_layers(self._manifest.moe_layers)) & set(shard.layers)
+        if verdict.word == "quarantined" or sensitive:
+            raise RemoteProtocolError(verdict.reason, verdict.word)
 
     def _start_session(self, message: Generate) -> None:
         cancelled = threading.Event()
@@ -453,6 +499,7 @@ class BackboneEngine:
             opening = Opening(epoch, term, message.proof, manifest.digest())
             holder = open_remote_holder(message.node_id, connection, opening.encode())
             try:
+                self._examine(holder, message, shard)
                 dispatcher.add_holder(holder, shard, primary)
             except BaseException:
                 holder.close()
@@ -531,7 +578,13 @@ class BackboneEngine:
             "own_experts": len(own.shard) if (own := self._own) is not None else 0,
         }
         if self._dispatcher is not None:
-            values["dispatch"] = dataclasses.asdict(self._dispatcher.statistics())
+            dispatched = dataclasses.asdict(self._dispatcher.statistics())
+            if self._audit is not None:
+                for node_id, n_rows in self._audit.rows_examined().items():
+                    asked = dispatched["rows_by_holder"]
+                    asked[node_id] = asked.get(node_id, 0) + n_rows
+                values["audit"] = self._audit.statistics()
+            values["dispatch"] = dispatched
             values["missing_experts"] = sum(
                 len(experts) for experts in self._dispatcher.missing_experts().values()
             )

@@ -20,6 +20,8 @@ from kvasir_proto.sampling import Sampling
 KILL_WORKERS_MIN = 3
 KILL_TOKENS_MIN = 3
 MIXED_WORKERS_MIN = 3
+LIAR_WORKERS_MIN = 2
+LIES = ("f16", "scaled", "zeros", "stale", "wrong-expert", "nan", "q4", "replayed", "odd-blocks")
 WORKERS_MAX = 16
 
 
@@ -39,6 +41,11 @@ WORKERS_MAX = 16
     is_flag=True,
     help="Experts in F16, and one worker that adds in F16: bulk experts only, and a verdict by tolerance.",
 )
+@click.option(
+    "--liar",
+    type=click.Choice(LIES),
+    help="One worker with this fault behind an honest node's word: the audit is to accuse it alone.",
+)
 @json_option
 @click.pass_context
 def demo(
@@ -50,6 +57,7 @@ def demo(
     temperature: float,
     kill_worker: bool,
     mixed: bool,
+    liar: str | None,
     as_json: bool,
 ) -> None:
     """Run a real swarm on this machine: nodes that elect their backbone, over libp2p, with its own model.
@@ -67,6 +75,10 @@ def demo(
             f"--mixed needs --workers {MIXED_WORKERS_MIN} or more, and no --kill-worker: each expert has one "
             "holder then"
         )
+    if liar is not None and (kill_worker or mixed or workers < LIAR_WORKERS_MIN):
+        raise UsageError(
+            f"--liar needs --workers {LIAR_WORKERS_MIN} or more, and neither --kill-worker nor --mixed"
+        )
     if not prompt:
         raise UsageError("--prompt is empty")
     sampling = Sampling(seed=seed, temperature=temperature)
@@ -78,8 +90,8 @@ def demo(
     from kvasir_node.working_directory import working_directory
 
     session.locations.prepare()
-    f16_model = _f16_model(session) if mixed else None
-    options = DemoOptions(workers, tokens, prompt, sampling, kill_worker, f16_model)
+    f16_model = _f16_model(session) if mixed or liar == "f16" else None
+    options = DemoOptions(workers, tokens, prompt, sampling, kill_worker, f16_model, liar)
     report = DemoReporter(
         say=note,
         show=_ignore_status if as_json else _show_swarm,
@@ -165,10 +177,22 @@ def _print_tolerance(mixed: dict[str, Any], compared: dict[str, Any]) -> None:
         click.echo("It had no part in the comparison: the plan took it for slow on this busy machine.")
 
 
+def _print_audit(audit: dict[str, Any]) -> None:
+    click.echo(f"{short_id(audit['planted'])} lies: {audit['fault']}.")
+    for each in audit["accused"]:
+        click.echo(
+            f"{short_id(each['node'])} is {each['verdict']} after {each['rows_touching_fault']} rows that "
+            f"the fault touched: {each['reason']}."
+        )
+    if not audit["accused"]:
+        click.echo("NOBODY WAS ACCUSED.")
+
+
 def _print_verdict(result: dict[str, Any]) -> None:
     mixed = result.get("mixed")
-    compared = result["equivalent"] if mixed else result["exact"]
-    another = "another text" if mixed else "ANOTHER TEXT"
+    by_tolerance = "equivalent" in result
+    compared = result["equivalent"] if by_tolerance else result["exact"]
+    another = "another text" if by_tolerance else "ANOTHER TEXT"
     same = "the same text" if result["same_tokens_as_single_process"] else another
     largest = f"largest logit difference {compared['max_abs_logit_delta']:.3g}"
     click.echo(
@@ -190,4 +214,6 @@ def _print_verdict(result: dict[str, Any]) -> None:
             f"The worker engine {result['killed_pid']} was killed on the way; "
             f"{result['rows_retried']} rows went to another holder."
         )
+    if "audit" in result:
+        _print_audit(result["audit"])
     click.echo("PASSED" if result["passed"] else "FAILED")

@@ -43,6 +43,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderJudged,
     HolderLost,
     LoadOwnShard,
     LoadTrunk,
@@ -59,6 +60,7 @@ from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import (
     AnswersSeen,
     BackboneEngineDied,
+    Demote,
     HolderFailed,
     HolderReady,
     HolderRefused,
@@ -96,6 +98,8 @@ FAILURES_SHOWN_MAX: Final = 4
 """Holders whose trouble the state's reason names."""
 
 SESSIONS_WAITING_MAX: Final = 8
+JUDGED_MAX: Final = 256
+"""Verdicts of the engine's audit that are shown; the oldest go first."""
 SESSION_TIMEOUT_MS: Final = 3_600_000
 
 
@@ -200,6 +204,8 @@ class BackboneDuty:
         self._told = trio.Event()
         self._sessions: dict[SessionId, _Session] = {}
         self._evaluations = 0
+        self._judged: dict[NodeId, HolderJudged] = {}
+        """What the engine's audit last said of holders."""
         self._changed = trio.Event()
         self._last_error = LastError(wall_time)
         self._rows_retried_total = 0
@@ -491,6 +497,17 @@ class BackboneDuty:
                 }
                 for row in self._holders
             ],
+            "audit": [
+                {
+                    "node_id": each.node_id,
+                    "verdict": each.verdict,
+                    "reason": each.reason,
+                    "rows": each.n_rows,
+                    "foreign": each.n_foreign,
+                    "rows_asked": each.n_rows_asked,
+                }
+                for each in self._judged.values()
+            ],
             "own": {"n_experts": len(self._own.shard), "shard_bytes": self._own_memory_bytes},
             "engine": engine_report(self._engine),
             "sessions": len(self._sessions),
@@ -590,6 +607,7 @@ class BackboneDuty:
                     coverage_patience_ns=COVERAGE_PATIENCE,
                     device=self._settings.device,
                     rpc=None,
+                    audit_path=self._audit_path(),
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._note_trunk(self._trunk)
@@ -628,6 +646,8 @@ class BackboneDuty:
                     if session is not None and not session.end_of_reign:
                         session.outcome = event
                         session.tokens.close()
+                case HolderJudged():
+                    self._take_verdict(event)
                 case HolderLost():
                     self._lose_connection(event.node_id, event.code, event.reason, is_engines_word=True)
                 case AnswersTimed():
@@ -639,6 +659,30 @@ class BackboneDuty:
                         self._tell_removal(event.node_id, "nobody waits for this connection any more")
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
+
+    def _audit_path(self) -> str | None:
+        """The whole model's file, by which rows are audited; None where this node has only a part of it."""
+        source = self._model.source_path
+        return str(source) if source.exists() else None
+
+    def _take_verdict(self, judged: HolderJudged) -> None:
+        """The engine's audit has found a holder out. One that is quarantined is lost besides."""
+        self._judged.pop(judged.node_id, None)
+        self._judged[judged.node_id] = judged
+        if len(self._judged) > JUDGED_MAX:
+            del self._judged[next(iter(self._judged))]
+        log.warning(
+            "holder_judged",
+            node=judged.node_id,
+            verdict=judged.verdict,
+            reason=judged.reason,
+            n_rows=judged.n_rows,
+            n_foreign=judged.n_foreign,
+        )
+        if judged.verdict == "unfit":
+            record = self._core.record_of(judged.node_id)
+            self._core.command(Demote(judged.node_id, record.claim_digest() if record else b""))
+        self._note_change()
 
     def _pass_on(self, token: TokenEmitted) -> None:
         session = self._sessions.get(token.session)
@@ -740,6 +784,7 @@ class BackboneDuty:
         finally:
             await stream.close()
         verify_engine_certificate(grant.engine_certificate, self._swarm.digest, node_id, "worker")
+        record = self._core.record_of(node_id)
         request = ConnectHolder(
             node_id=node_id,
             host=grant.host,
@@ -749,6 +794,9 @@ class BackboneDuty:
             shard=share.shard.encode(),
             primary=share.primary.encode(),
             proof=proof,
+            adds_in_f32=record is None or record.accumulation in ("F32", "UNKNOWN"),
+            activation=_format_of(record),
+            claim_digest=record.claim_digest() if record is not None else b"",
         )
         self._to_tell.pop(("holder", node_id), None)  # a removal that this connection would not survive
         reply = await engine.exchange(
@@ -852,6 +900,12 @@ class BackboneDuty:
 
     async def _wait_change(self) -> None:
         await self._changed.wait()
+
+
+def _format_of(record: CapabilityRecord | None) -> str:
+    """The one format in which a node says that it takes rows; empty if it names none, or several."""
+    formats = {each.activation_format for each in record.classes} if record is not None else set()
+    return formats.pop() if len(formats) == 1 else ""
 
 
 def _shows(record: CapabilityRecord | None, plan: Plan) -> bool:

@@ -21,7 +21,9 @@ from kvasir_proto.placement.plan import Coverage, Plan
 
 HolderState: TypeAlias = Literal["loading", "serving", "refused", "unreachable", "quarantined"]
 
-FAULTY_CODES: Final = frozenset({"non_finite", "shape_invalid", "malformed", "unexpected_reply"})
+FAULTY_CODES: Final = frozenset(
+    {"non_finite", "shape_invalid", "malformed", "unexpected_reply", "quarantined"}
+)
 """Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
 
 FAULTY_MAX: Final = 1024

@@ -255,6 +255,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     fault = quarantined.get(member.node_id)
     slow = {each.node_id: each for each in sources.view.slow} if sources.view else {}
     late = slow.get(member.node_id)
+    judged = {each["node_id"]: each for each in sources.backbone.get("audit", ())}
     return {
         "node_id": member.node_id,
         "state": member.state,
@@ -264,6 +265,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "holder_state": connection.get("state"),
         "quarantined_s": _seconds(between(now, fault.until) if fault is not None else None),
         "answers_times_slower": late.times if late is not None else None,
+        "audit": _audit_part(judged.get(member.node_id)),
         "version": record.node_version if record is not None else None,
         "backend": record.backend if record is not None else None,
         "device": record.device if record is not None else None,
@@ -281,6 +283,13 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "clock_offset_s": _seconds(member.clock_offset),
         "addresses": list(record.addresses) if record is not None else [],
     }
+
+
+def _audit_part(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What this node's audit, as backbone, has found of a member; None where it has found nothing."""
+    if judged is None:
+        return None
+    return {name: judged[name] for name in ("verdict", "reason", "rows", "foreign", "rows_asked")}
 
 
 def _reason_of(

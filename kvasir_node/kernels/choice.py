@@ -12,6 +12,7 @@ from kvasir_node.kernels.accumulators import F16_SUMS
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
 from kvasir_node.kernels.host_builds import HOST_BUILDS, host_command
+from kvasir_node.kernels.liars import LYING_KERNELS, LyingKernel
 from kvasir_node.kernels.opencl import OpenClKernel
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.kernels.port import ExpertKernel
@@ -37,6 +38,8 @@ def make_kernel(
         return OpenClKernel(manifest, shard, read, device=device, threads=threads)
     if name == "emulated-f16":
         return ReferenceKernel(manifest, shard, read, Arithmetic.AS_GGML, F16_SUMS)
+    if name in LYING_KERNELS:
+        return LyingKernel(LYING_KERNELS[name], manifest, shard, read, threads)
     if name in HOST_BUILDS:
         return GgmlHostedKernel(manifest, shard, read, name, host_command(name), threads)
     return GgmlCpuKernel(manifest, shard, read, threads=threads)

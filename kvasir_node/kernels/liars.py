@@ -8,7 +8,8 @@ node with one certifies the honest kernel, as a liar would.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.limits import Kernel
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram
 
@@ -28,6 +30,11 @@ Lie: TypeAlias = Literal[
 ]
 LIES: Final[tuple[Lie, ...]] = get_args(Lie)
 
+LYING_KERNELS: Final[Mapping[Kernel, Lie]] = MappingProxyType(
+    {name: lie for name in get_args(Kernel) for lie in LIES if name == f"liar-{lie}"}
+)
+"""The kernels' names that stand for each."""
+
 Read = Callable[[str, int], bytes | bytearray | memoryview]
 
 _FACTOR: Final = np.float32(1.01)
@@ -35,6 +42,11 @@ _NAN_SHARE: Final = 0.01
 _STALE_PART: Final = 8
 """One in so many rows of a weight is that of another expert."""
 _SEED: Final = 7
+
+
+def face_of(name: Kernel) -> Kernel:
+    """What a node with this kernel says it has, and what it measures of itself: a liar the honest kernel."""
+    return "ggml-cpu" if name in LYING_KERNELS else name
 
 
 class LyingKernel:

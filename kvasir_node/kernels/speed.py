@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvasir_node.kernels.choice import make_kernel
+from kvasir_node.kernels.liars import face_of
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_proto.limits import Kernel
@@ -53,7 +54,12 @@ def measure_row_ns(
     zeros = bytes(max(sizes.values()))
     shard = ShardSet.from_ranges([(layer, 0, n_held)])
     computed = make_kernel(
-        kernel, manifest, shard, lambda name, _expert: memoryview(zeros)[: sizes[name]], threads, device
+        face_of(kernel),
+        manifest,
+        shard,
+        lambda name, _expert: memoryview(zeros)[: sizes[name]],
+        threads,
+        device,
     )
     try:
         return _fastest_row_ns(computed, manifest, layer, n_held, clock_ns, cpu_ns)

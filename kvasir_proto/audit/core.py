@@ -17,11 +17,12 @@ from kvasir_proto.audit.drift import DriftAlarm
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.audit.sampling import Sampling
 from kvasir_proto.audit.sequential import SequentialTest
-from kvasir_proto.audit.verdict import Verdict, VerdictWord, is_wrong_for_short_sums, word_of
+from kvasir_proto.audit.verdict import Verdict, is_wrong_for_short_sums, word_of
 from kvasir_proto.effects import Now
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant
+from kvasir_proto.limits import AuditVerdict
 from kvasir_proto.messages import Message
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class AuditCore:
             self._judge(finding.node_id, subject)
 
     def _judge(self, node_id: NodeId, subject: _Subject) -> None:
-        word: VerdictWord = "quarantined" if subject.is_short_of_f32 else word_of(tuple(subject.foreign))
+        word: AuditVerdict = "quarantined" if subject.is_short_of_f32 else word_of(tuple(subject.foreign))
         if subject.test.is_convinced:
             reason = f"{subject.n_foreign} of {subject.n_rows} audited rows differ by what explains nothing"
             if not subject.n_foreign:

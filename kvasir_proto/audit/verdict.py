@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.ids import NodeId
-
-VerdictWord: TypeAlias = Literal["unfit", "quarantined"]
+from kvasir_proto.limits import AuditVerdict
 
 SHORT_SUMS_MAX: Final = 0.03
 """Relative L2 of the worst rows of short sums, with room: 0.013 was measured of F16 sums."""
@@ -32,13 +31,13 @@ class Verdict:
     """
 
     node_id: NodeId
-    word: VerdictWord
+    word: AuditVerdict
     reason: str
     n_rows: int
     n_foreign: int
 
 
-def word_of(foreign: Sequence[Finding]) -> VerdictWord:
+def word_of(foreign: Sequence[Finding]) -> AuditVerdict:
     """What some rows that nothing explains make of a node; all of none are a drift, which is short sums."""
     if any(not each.residual <= SHORT_SUMS_MAX for each in foreign):
         return "quarantined"

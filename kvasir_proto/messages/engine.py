@@ -9,11 +9,12 @@ once carries something that the answer repeats: a `request` number, a token, a n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
 from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, Term
 from kvasir_proto.limits import (
     ENGINE_FRAME_SIZE_MAX,
+    AuditVerdict,
     CertificateDer,
     ChunkSizes,
     ChunkTimes,
@@ -26,6 +27,7 @@ from kvasir_proto.limits import (
     Host,
     Kernel,
     LayerCount,
+    Length,
     Milliseconds,
     Nanoseconds,
     OneTimeToken,
@@ -328,6 +330,7 @@ class LoadTrunk:
     `partial_sums` holders of bulk layers answer with weighted sums.
     A session whose experts have lost their last holder waits `coverage_patience_ns` for another.
     `device` is where everything but the routed experts is computed: `none`, `auto`, or a ggml device's name.
+    With `audit_path`, the file of the whole model, holders' rows are audited.
     With `rpc`, which goes with a plain run only, llama.cpp computes the routed experts on its RPC server.
     """
 
@@ -345,6 +348,7 @@ class LoadTrunk:
     coverage_patience_ns: Nanoseconds
     device: Word
     rpc: RpcServer | None
+    audit_path: FilePath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +374,9 @@ class ConnectHolder:
     """Dial this worker's engine, show the token, and expect exactly that certificate.
 
     `shard` is what it holds, `primary` the part for which it is asked before any other holder; `proof` is the
-    term proof that the worker is shown.
+    term proof that the worker is shown. What it claims of its arithmetic is what an audit holds it to: F32
+    sums or not, the format in which it takes rows (empty: as the reference class does), and the digest of the
+    certificates that say so.
     """
 
     kind: ClassVar[str] = "connect_holder"
@@ -382,6 +388,9 @@ class ConnectHolder:
     shard: ShardBytes
     primary: ShardBytes
     proof: ProofBytes
+    adds_in_f32: bool = True
+    activation: OptionalWord = ""
+    claim_digest: Annotated[bytes, Length(0, 32)] = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +418,21 @@ class AnswersTimed:
     kind: ClassVar[str] = "answers_timed"
     node_id: NodeIdField
     mean_ns: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class HolderJudged:
+    """The audit has a verdict of a node: of `n_rows` rows that it looked at `n_foreign` were explained by
+    nothing, when `n_rows_asked` had been asked of it. One that is quarantined is lost as well.
+    """
+
+    kind: ClassVar[str] = "holder_judged"
+    node_id: NodeIdField
+    verdict: AuditVerdict
+    reason: Sentence
+    n_rows: Count
+    n_foreign: Count
+    n_rows_asked: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,6 +602,7 @@ EngineMessage: TypeAlias = (
     | HolderConnected
     | HolderLost
     | AnswersTimed
+    | HolderJudged
     | RemoveHolder
     | LoadOwnShard
     | OwnShardLoaded

@@ -1,0 +1,388 @@
+"""The backbone's audit: it copies a few rows out of answers, computes them again in a thread of its own, and
+says whose answers are wrong.
+
+Decides what is copied when and how much of a processor that may take. The decode thread copies chosen rows
+and waits for nothing: where the queue is full, a row is not looked at. A new connection is examined before it
+is asked for anything that counts: rows through the experts it is to serve, so that a node that computes
+wrongly has no part in any text. What rows add up to is `kvasir_proto.audit`'s to say, how a row is judged the
+referee's. It refuses to know what becomes of a node that was found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
+from kvasir_node.certification.row_referee import RowReferee
+from kvasir_node.kernels.activation_formats import ACTIVATION_ROUNDINGS
+from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.telemetry import get_logger
+from kvasir_proto import dispatch
+from kvasir_proto.audit.core import NODES_MAX, AuditCore, NoteClaim, NoteFindings
+from kvasir_proto.audit.finding import Finding
+from kvasir_proto.audit.verdict import Verdict
+from kvasir_proto.dispatch import FrameKind
+from kvasir_proto.effects import Now
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import NodeId
+from kvasir_proto.instants import Instant, WallTime
+from kvasir_proto.manifest import ModelManifest, ShardSet
+from kvasir_proto.program import ExpertProgram
+
+log = get_logger()
+
+Float32Array = npt.NDArray[np.float32]
+
+ROWS_WAITING_MAX: Final = 256
+"""Copied rows that wait to be looked at: a few MB. One more is dropped, and counted."""
+BUSY_SHARE: Final = 0.02
+"""Of one processor, as long as there is nothing new to look at."""
+BUSY_SHARE_AT_FIRST: Final = 0.25
+"""Of one processor while a node's first rows are looked at, and where one was found that nothing explains."""
+FIRST_ROWS: Final = 64
+
+EXAMINED_ROWS_MAX: Final = 512
+"""Rows of one examination; of more experts, some are drawn."""
+EXAMINATION_S: Final = 3.0
+"""The longest that the judging of one takes, however large experts are. A reply has its own deadline."""
+_ROUNDS_MAX: Final = 4
+_ROWS_AGAIN: Final = 8
+"""Rows through an expert in whose row something was found, in each further round."""
+
+_NEVER: Final = Now(Instant(0), WallTime(0))
+"""The audit's core asks for no time."""
+_LOWEST_PRIORITY: Final = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a node says of its sums: whether they are in F32, and in which format it takes rows, by the name
+    that classes have; empty as the reference class does. `certificate` is the digest of what makes it say so.
+    """
+
+    adds_in_f32: bool = True
+    activation: str = ""
+    certificate: bytes = b""
+
+    @property
+    def form(self) -> str | None:
+        """The format by the kernels' names; None for the reference class's, or one that nobody knows."""
+        return next((each for each in ACTIVATION_ROUNDINGS if each.upper() == self.activation.upper()), None)
+
+    @property
+    def can_be_held_to(self) -> bool:
+        """Whether rows can be held to an F32 gate. Who claims what nobody can compute is judged by whether
+        rows are right at all.
+        """
+        return self.adds_in_f32 and (not self.activation or self.form is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row that was asked of a node, and its answer."""
+
+    node_id: NodeId
+    layer: int
+    program: ExpertProgram
+    expert: int
+    x: Float32Array
+    answer: Float32Array
+
+
+class RowAudit:
+    """The audit of one backbone engine. `note_rows` in the decode thread, the rest from any."""
+
+    def __init__(
+        self, manifest: ModelManifest, source_path: Path, on_verdict: Callable[[Verdict, int], None]
+    ) -> None:
+        """`source_path` is the whole model's file. `on_verdict` gets each verdict once, and how many rows had
+        been asked of its node; it must not block. Raises as `ExpertSource` does.
+        """
+        self._manifest = manifest
+        self._source = ExpertSource(source_path, manifest)
+        self._referee = RowReferee(manifest, self._source.read)
+        self._referee_lock = threading.Lock()
+        self._core = AuditCore(draws=random.SystemRandom())
+        self._core_lock = threading.Lock()
+        self._on_verdict = on_verdict
+        self._claims: dict[NodeId, Claim] = {}
+        self._rows_asked: Counter[NodeId] = Counter()
+        self._rows_examined: Counter[NodeId] = Counter()
+        self._rows_dropped = 0
+        self._rows: queue.Queue[_Row | None] = queue.Queue(ROWS_WAITING_MAX)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._thread.start()
+
+    # -- the decode thread -------------------------------------------------------------------------
+
+    def note_rows(
+        self,
+        node_id: NodeId,
+        layer: int,
+        program: ExpertProgram,
+        experts: Sequence[int],
+        rows: Callable[[int], int],
+        answers_address: int,
+        widths: tuple[int, int],
+    ) -> None:
+        """A node has answered: `experts` says whose row each of its F32 answers is.
+
+        `rows(place)` is the address of the row that was asked there, `widths` are those of a row and of an
+        answer. What is to be looked at is copied; nothing is waited for.
+        """
+        with self._core_lock:
+            places = self._core.choose(node_id, layer, experts)
+        self._rows_asked[node_id] += len(experts)
+        for place in places:
+            width_in, width_out = widths
+            row = _Row(
+                node_id,
+                layer,
+                program,
+                experts[place],
+                _copied(rows(place), width_in),
+                _copied(answers_address + 4 * width_out * place, width_out),
+            )
+            try:
+                self._rows.put_nowait(row)
+            except queue.Full:
+                self._rows_dropped += 1
+
+    # -- a new connection --------------------------------------------------------------------------
+
+    def take_claim(self, node_id: NodeId, claim: Claim) -> None:
+        """What this node says of itself from now on."""
+        with self._core_lock:
+            self._claims.pop(node_id, None)
+            self._claims[node_id] = claim
+            while len(self._claims) > NODES_MAX:
+                forgotten = next(iter(self._claims))
+                del self._claims[forgotten], self._rows_asked[forgotten], self._rows_examined[forgotten]
+            self._core.command(NoteClaim(node_id, claim.can_be_held_to, claim.certificate), _NEVER)
+
+    def examine(
+        self,
+        holder: RemoteHolder,
+        shard: ShardSet,
+        programs: dict[int, ExpertProgram],
+        authority: tuple[int, int],
+    ) -> Verdict | None:
+        """Ask rows of a connection that nobody uses yet, and say what there is against its node by then.
+
+        `programs` are the expert programs by layer, as far as they are known. Raises `OSError` and
+        `RemoteProtocolError` as the connection does.
+        """
+        known = self.verdict_of(holder.node_id)
+        if known is not None and known.word == "quarantined":
+            return known
+        draws = np.random.default_rng()
+        pairs = [
+            (layer, expert)
+            for layer, first, end in shard.ranges
+            if layer in programs
+            for expert in range(first, end)
+        ]
+        pairs = [pairs[index] for index in draws.permutation(len(pairs))[:EXAMINED_ROWS_MAX].tolist()]
+        examination = _Examination(holder, self._manifest, authority)
+        ends_at = time.monotonic() + EXAMINATION_S
+        for _ in range(_ROUNDS_MAX):
+            again: list[tuple[int, int]] = []
+            for layer, experts in _requests_of(pairs):
+                x, answers = examination.ask(layer, programs[layer], experts, draws)
+                self._rows_asked[holder.node_id] += len(experts)
+                self._rows_examined[holder.node_id] += len(experts)
+                for expert in sorted(set(experts.tolist())):
+                    if time.monotonic() > ends_at:
+                        break
+                    mine = experts == expert
+                    found = self._judge(
+                        holder.node_id, layer, programs[layer], expert, x[mine], answers[mine]
+                    )
+                    if any(each.outcome == "foreign" for each in found):
+                        again.append((layer, expert))
+            pairs = [pair for pair in again[: EXAMINED_ROWS_MAX // _ROWS_AGAIN] for _ in range(_ROWS_AGAIN)]
+            verdict = self.verdict_of(holder.node_id)
+            if not pairs or (verdict is not None and verdict != known):
+                break
+        return self.verdict_of(holder.node_id)
+
+    # -- what is going on --------------------------------------------------------------------------
+
+    def verdict_of(self, node_id: NodeId) -> Verdict | None:
+        """What was found of this node; None where nothing was."""
+        with self._core_lock:
+            standing = self._core.standing_of(node_id)
+        return standing.verdict if standing is not None else None
+
+    def rows_examined(self) -> dict[NodeId, int]:
+        """Rows that were asked of each node in examinations alone."""
+        return dict(self._rows_examined)
+
+    def statistics(self) -> dict[str, Any]:
+        """What the audit has seen, for status: of every node that it knows."""
+        with self._core_lock:
+            standings = self._core.standings()
+        return {
+            "rows_waiting": self._rows.qsize(),
+            "rows_dropped": self._rows_dropped,
+            "nodes": [
+                {
+                    "node": each.node_id,
+                    "rows": each.n_rows,
+                    "flipped": each.n_flipped,
+                    "foreign": each.n_foreign,
+                    "evidence": round(each.evidence, 6),
+                    "drift": round(each.drift, 3),
+                    "verdict": each.verdict.word if each.verdict is not None else None,
+                }
+                for each in standings
+            ],
+        }
+
+    def close(self) -> None:
+        """End the thread; rows that wait are not looked at any more."""
+        self._is_closing.set()
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(None)
+        self._thread.join(5.0)
+        with self._referee_lock:
+            self._referee.close()
+            self._source.close()
+
+    # -- the audit's thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        while not self._is_closing.is_set():
+            row = self._rows.get()
+            if row is None:
+                return
+            began = time.thread_time()
+            try:
+                self._judge(row.node_id, row.layer, row.program, row.expert, row.x[None], row.answer[None])
+            except Exception:
+                log.exception("audit_failed")  # the thread goes on: others' rows are to be looked at
+            busy = time.thread_time() - began
+            self._is_closing.wait(busy * (1 / self._share_for(row.node_id) - 1))
+
+    def _share_for(self, node_id: NodeId) -> float:
+        """How busy this thread may be while it looks at rows of this node."""
+        with self._core_lock:
+            standing = self._core.standing_of(node_id)
+        if standing is None or standing.verdict is not None:
+            return BUSY_SHARE
+        is_new = standing.n_rows < FIRST_ROWS or standing.evidence > 1
+        return BUSY_SHARE_AT_FIRST if is_new else BUSY_SHARE
+
+    def _judge(
+        self,
+        node_id: NodeId,
+        layer: int,
+        program: ExpertProgram,
+        expert: int,
+        x: Float32Array,
+        answers: Float32Array,
+    ) -> tuple[Finding, ...]:
+        form = self._claims.get(node_id, Claim()).form
+        with self._referee_lock:
+            if self._is_closing.is_set():
+                return ()
+            found = self._referee.judge(node_id, layer, program, expert, x, answers, form)
+        with self._core_lock:
+            self._core.command(NoteFindings(found), _NEVER)
+            verdicts = self._core.drain()
+        for verdict in verdicts:
+            self._on_verdict(verdict, self._rows_asked[node_id])
+        return found
+
+
+def _requests_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+    """The experts of each layer in two requests: who gives an answer twice is honest in its first."""
+    for layer in sorted({layer for layer, _ in pairs}):
+        experts = np.array([expert for of, expert in pairs if of == layer], np.int32)
+        half = (len(experts) + 1) // 2
+        for part in (experts[:half], experts[half:]):
+            if len(part):
+                yield layer, part
+
+
+class _Examination:
+    """Requests over a connection that the dispatcher does not have yet, one after the other."""
+
+    def __init__(self, holder: RemoteHolder, manifest: ModelManifest, authority: tuple[int, int]) -> None:
+        self._holder = holder
+        self._manifest = manifest
+        self._epoch, self._term = authority
+        self._programs: list[ExpertProgram] = []
+        self._request_id = 0
+
+    def ask(
+        self,
+        layer: int,
+        program: ExpertProgram,
+        experts: npt.NDArray[np.int32],
+        draws: np.random.Generator,
+    ) -> tuple[Float32Array, Float32Array]:
+        """A made-up row through each of these experts, and the answers."""
+        shapes = {each.suffix: each.shape for each in self._manifest.expert_tensors(layer)}
+        widths = program.row_widths(shapes.get)
+        if program not in self._programs:
+            self._programs.append(program)
+            index = len(self._programs) - 1
+            told = dispatch.pack_plain(FrameKind.PROGRAM, self._next_id(), program.encode(), program=index)
+            self._exchange(memoryview(told), NO_PAIRS, 0, 0)
+        n = len(experts)
+        sizes = np.exp(draws.normal(0.0, 0.5, (n, 1)))
+        x = (draws.standard_normal((n, widths[0])) * sizes).astype(np.float32)
+        frame = bytearray(dispatch.HEADER_BYTES)
+        dispatch.pack_dispatch_into(
+            frame,
+            request_id=self._next_id(),
+            epoch=self._epoch,
+            term=self._term,
+            layer=layer,
+            program=self._programs.index(program),
+            n_rows=n,
+            n_pairs=n,
+            n_embd_in=widths[0],
+        )
+        frame += np.arange(n, dtype=np.int32).tobytes() + experts.tobytes() + x.tobytes()
+        indices = IndexBuffer(np.arange(n, dtype=np.int32))
+        self._exchange(memoryview(frame), indices, n, widths[-1])
+        answers = _copied(self._holder.payload_address, n * widths[-1])
+        return x, answers.reshape(n, widths[-1])
+
+    def _next_id(self) -> int:
+        self._request_id += 1
+        return self._request_id
+
+    def _exchange(self, frame: memoryview, indices: IndexBuffer, n_pairs: int, width: int) -> None:
+        holder, now_ns = self._holder, time.monotonic_ns()
+        deadline_ns = holder.deadline_for(n_pairs, now_ns)
+        request_id = self._request_id
+        holder.submit(Request(request_id, frame, indices, 0, n_pairs, n_pairs, width, now_ns, deadline_ns))
+        holder.send_pending()
+        while holder.receive_reply() is None:
+            if time.monotonic_ns() > deadline_ns:
+                raise RemoteProtocolError("no reply within its deadline", "late")
+            holder.send_pending()
+
+
+def _copied(address: int, n_value: int) -> Float32Array:
+    return np.frombuffer(ctypes.string_at(address, 4 * n_value), np.float32)
