@@ -242,7 +242,8 @@ class BackboneEngine:
                     self._on_layer, bulk_layers(manifest.moe_layers) if message.partial_sums else ()
                 )
                 if message.audit_path is not None:
-                    audit = RowAudit(manifest, Path(message.audit_path), self._on_verdict)
+                    whole_model = ExpertBytes(Path(message.audit_path), manifest)
+                    audit = RowAudit(manifest, whole_model.read, self._on_verdict)
                 dispatcher = Dispatcher(
                     load_native_library(),
                     manifest,

@@ -1,5 +1,4 @@
-"""The backbone's audit: it copies a few rows out of answers, computes them again in a thread of its own, and
-says whose answers are wrong.
+"""The backbone's audit: a few rows of answers, computed again in a thread of its own.
 
 Decides what is copied when and how much of a processor that may take. The decode thread copies chosen rows
 and waits for nothing: where the queue is full, a row is not looked at. A new connection is examined before it
@@ -20,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +27,6 @@ import numpy.typing as npt
 from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
 from kvasir_node.certification.row_referee import RowReferee
 from kvasir_node.kernels.activation_formats import ACTIVATION_ROUNDINGS
-from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
 from kvasir_proto.audit.core import NODES_MAX, AuditCore, NoteClaim, NoteFindings
@@ -107,14 +104,16 @@ class RowAudit:
     """The audit of one backbone engine. `note_rows` in the decode thread, the rest from any."""
 
     def __init__(
-        self, manifest: ModelManifest, source_path: Path, on_verdict: Callable[[Verdict, int], None]
+        self,
+        manifest: ModelManifest,
+        read: Callable[[str, int], bytes | bytearray | memoryview],
+        on_verdict: Callable[[Verdict, int], None],
     ) -> None:
-        """`source_path` is the whole model's file. `on_verdict` gets each verdict once, and how many rows had
-        been asked of its node; it must not block. Raises as `ExpertSource` does.
+        """`read(tensor name, expert)` gives any expert's bytes, verified. `on_verdict` gets each verdict once
+        and how many rows had been asked of its node; it must not block.
         """
         self._manifest = manifest
-        self._source = ExpertSource(source_path, manifest)
-        self._referee = RowReferee(manifest, self._source.read)
+        self._referee = RowReferee(manifest, read)
         self._referee_lock = threading.Lock()
         self._core = AuditCore(draws=random.SystemRandom())
         self._core_lock = threading.Lock()
@@ -262,7 +261,6 @@ class RowAudit:
         self._thread.join(5.0)
         with self._referee_lock:
             self._referee.close()
-            self._source.close()
 
     # -- the audit's thread ------------------------------------------------------------------------
 

@@ -37,7 +37,9 @@ _STYLES: Final = {
         ("starting", "certifying", "joining", "electing", "loading", "degraded", "stopping"), "yellow"
     ),
     **dict.fromkeys(("suspect", "slow", "indirect", "clock", "left"), "yellow"),
-    **dict.fromkeys(("isolated", "conflicted", "dead", "unreachable", "quarantined", "not running"), "red"),
+    **dict.fromkeys(
+        ("isolated", "conflicted", "dead", "unreachable", "quarantined", "unfit", "not running"), "red"
+    ),
 }
 _SHORT_RANKS: Final = {"backbone": "bb", "output": "out", "bulk": "bulk"}
 
@@ -226,6 +228,8 @@ def word_of(member: dict[str, Any]) -> str:
         return str(member["condition"]).partition("_")[0]
     if member["quarantined_s"] is not None:
         return "quarantined"
+    if member["audit"] is not None and member["ranks"]:
+        return str(member["audit"]["verdict"])
     if member["holder_state"]:
         return str(member["holder_state"])
     if member["condition"] != "well":
@@ -278,7 +282,7 @@ def print_members(document: dict[str, Any]) -> None:
 
 def _reason_of(member: dict[str, Any]) -> str:
     if member["quarantined_s"] is None:
-        return str(member["reason"])
+        return str(member["audit"]["reason"] if member["audit"] is not None else member["reason"])
     return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
 
 

@@ -31,6 +31,20 @@ def processes_that_mention(text: str) -> list[int]:
     return found
 
 
+def test_a_worker_that_multiplies_by_a_factor_is_accused_alone_and_has_no_part_in_the_text(
+    tmp_path: Path,
+) -> None:
+    arguments = ("--liar", "scaled", "--workers", "2", "--tokens", "8")
+    command = kvasir("--home", str(tmp_path / "home"), "demo", "--json", *arguments)
+    done = subprocess.run(command, capture_output=True, timeout=4 * PATIENCE_S, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    report = json.loads(done.stdout)
+    (accused,) = report["audit"]["accused"]
+    assert (report["passed"], report["text_equals_honest_run"]) == (True, True)
+    assert (accused["node"], accused["verdict"]) == (report["audit"]["planted"], "quarantined")
+    assert 3 <= accused["rows_touching_fault"] <= 300
+
+
 def test_the_report_has_every_field_and_the_killed_worker_changed_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     command = kvasir("--home", str(home), "demo", "--json", "--kill-worker", "--tokens", str(N_TOKENS))

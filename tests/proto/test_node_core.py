@@ -36,6 +36,7 @@ from kvasir_proto.node_core import (
     FAR_SAMPLES_MIN,
     AnswersSeen,
     BackboneEngineDied,
+    Demote,
     Describe,
     HolderFailed,
     HolderReady,
@@ -203,6 +204,40 @@ def test_a_node_in_quarantine_gets_no_experts_until_its_time_is_over() -> None:
         swarm.run(seconds(1))
     assert swarm.run(seconds(30), is_named) < 10
     assert backbone.core.view().quarantined == ()
+
+
+def test_a_member_that_was_found_unfit_gets_bulk_layers_only_until_it_is_certified_anew() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    assert backbone.core is not None
+    (last,) = MODEL.output_layers
+    plan = backbone.core.view().plan
+    assert plan is not None
+    unfit = next(
+        swarm.nodes[each]
+        for each in plan.nodes
+        if each != backbone.node_id and last in plan.shard_of(each).layers
+    )
+    backbone.core.command(Demote(unfit.node_id, b""), swarm.now())
+    swarm._do(backbone)
+
+    def holds_output() -> bool:
+        assert backbone.core is not None
+        newest = backbone.core.view().plan
+        return newest is not None and last in newest.shard_of(unfit.node_id).layers
+
+    assert swarm.run(seconds(30), lambda: not holds_output()) < 10
+    swarm.run(seconds(20))
+    assert not holds_output()
+    record = backbone.core.record_of(unfit.node_id)
+    assert record is not None
+    certified = replace(record, verdicts=(RankVerdict("output", "verified", bytes(32)),))
+    assert record.claim_digest() == b""
+    assert len(certified.claim_digest()) == 32
+    assert backbone.core._is_demoted(record)
+    assert not backbone.core._is_demoted(certified)
+    assert not backbone.core._is_demoted(replace(record, accumulation="F16"))
 
 
 def test_what_a_node_in_quarantine_says_it_holds_does_not_count() -> None:

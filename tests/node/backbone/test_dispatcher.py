@@ -6,12 +6,13 @@ are real TLS over socket pairs; the deadlines of workers that are meant to be la
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -103,6 +104,49 @@ class Swarm:
 def swarm() -> Iterator[Swarm]:
     swarm = Swarm()
     yield swarm
+    swarm.close()
+
+
+# ---- The audit sees what was used ----
+
+
+class NotedRows:
+    """An audit that looks at everything."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[NodeId, int, int, list[float], list[float]]] = []
+
+    def note_rows(
+        self,
+        node_id: NodeId,
+        layer: int,
+        program: object,
+        experts: list[int],
+        rows: Callable[[int], int],
+        answers_address: int,
+        widths: tuple[int, int],
+    ) -> None:
+        width_in, width_out = widths
+        for place, expert in enumerate(experts):
+            x = (ctypes.c_float * width_in).from_address(rows(place))
+            answer = (ctypes.c_float * width_out).from_address(answers_address + 4 * width_out * place)
+            self.seen.append((node_id, layer, expert, list(x), list(answer)))
+
+
+def test_the_audit_sees_every_row_that_a_worker_gave_and_what_was_asked() -> None:
+    swarm = Swarm()
+    noted = NotedRows()
+    swarm.dispatcher._audit = cast("Any", noted)
+    swarm.add(EVERYTHING, LOW, default=Deed.NAN)
+    good = swarm.add(EVERYTHING, HIGH)
+    call = swarm.run()
+    asked = {(expert, tuple(call.x[token].tolist())) for token, row in enumerate(IDS) for expert in row}
+    assert {(expert, tuple(x)) for _, _, expert, x, _ in noted.seen} == asked
+    assert len(noted.seen) == sum(map(len, IDS))
+    assert {layer for _, layer, _, _, _ in noted.seen} == {LAYERS[0]}
+    assert {node for node, *_ in noted.seen} == {good.node_id}, "rows that were not used are not looked at"
+    answers = sorted(answer for *_, answer in noted.seen)
+    assert answers == sorted(call.out.reshape(-1, 4).tolist())
     swarm.close()
 
 

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from kvasir_node.driver.backbone_duty import (
     ENGINE_KEPT_S,
+    JUDGED_MAX,
     OWN_RETRY_S,
     RELEASE_TIMEOUT_S,
     SESSIONS_WAITING_MAX,
@@ -31,6 +32,7 @@ from kvasir_proto.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from kvasir_proto.ids import node_id_of
 from kvasir_proto.instants import after, in_seconds, milliseconds, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
@@ -41,6 +43,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderJudged,
     LoadOwnShard,
     LoadTrunk,
     QueryStatistics,
@@ -53,6 +56,7 @@ from kvasir_proto.messages.engine import (
 from kvasir_proto.messages.local import EvaluateRequest, GenerateRequest
 from kvasir_proto.node_core import (
     AnswersSeen,
+    Demote,
     HolderFailed,
     HolderReady,
     PlanReceived,
@@ -72,7 +76,7 @@ from tests.node.driver.twins import TwinEngine, World, node_key, node_of, now, o
 
 REPORT_KEYS = {
     *("is_backbone", "lease_left_s", "plan", "holders", "own", "engine", "sessions", "rows_retried_total"),
-    *("last_error", "last_error_at", "last_error_recovered"),
+    *("audit", "last_error", "last_error_at", "last_error_recovered"),
 }
 HOLDER_KEYS = {
     *("node_id", "state", "reason", "n_experts", "n_experts_connected", "shard_bytes", "failures"),
@@ -879,6 +883,50 @@ async def test_the_core_is_told_how_late_holders_answer(
         await backbone.engine.time_answers(holders[0].node_id, 3_000_000)
         await until(lambda: bool(backbone.core.commanded(AnswersSeen)))
         assert backbone.core.commanded(AnswersSeen) == [AnswersSeen(holders[0].node_id, milliseconds(3))]
+
+
+async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, holders = await serving_backbone(world, 3)
+        first, second, _ = (each.node_id for each in holders)
+        (load,) = of_kind(backbone.engine, LoadTrunk)
+        assert load.audit_path == str(model.source_path)
+        await backbone.engine.say(HolderJudged(first, "unfit", "3 of 9 rows", 9, 3, 70))
+        await until(lambda: bool(backbone.core.commanded(Demote)))
+        assert backbone.core.commanded(Demote) == [Demote(first, b"")]
+        assert backbone.line(holders[0])["state"] == "serving", "placement decides what it serves"
+        await backbone.engine.say(HolderJudged(second, "quarantined", "zeros", 3, 3, 3))
+        await backbone.engine.lose_holder(second, "quarantined", "zeros")
+        await until(lambda: backbone.line(holders[1])["state"] == "quarantined")
+        (told,) = backbone.core.commanded(Quarantine)
+        assert (told.node_id, told.reason) == (second, "quarantined: zeros")
+        assert len(backbone.core.commanded(Demote)) == 1
+        shown = {each["node_id"]: each for each in backbone.duty.report()["audit"]}
+        assert shown[first] == {
+            "node_id": first,
+            "verdict": "unfit",
+            "reason": "3 of 9 rows",
+            "rows": 9,
+            "foreign": 3,
+            "rows_asked": 70,
+        }
+        assert shown[second]["verdict"] == "quarantined"
+        for number in range(JUDGED_MAX):
+            other = node_id_of(number.to_bytes(32, "big"))
+            await backbone.engine.say(HolderJudged(other, "quarantined", "", 1, 1, 1))
+        await until(lambda: first not in {each["node_id"] for each in backbone.duty.report()["audit"]})
+        assert len(backbone.duty.report()["audit"]) == JUDGED_MAX
+
+
+async def test_a_holder_is_audited_by_what_its_record_claims(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        (asked,) = of_kind(backbone.engine, ConnectHolder)
+        assert (asked.adds_in_f32, asked.activation, asked.claim_digest) == (True, "", b"")
 
 
 async def test_a_fault_found_while_connecting_quarantines_too(

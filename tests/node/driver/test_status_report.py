@@ -150,6 +150,7 @@ MEMBER_KEYS = {
         "holder_state",
         "quarantined_s",
         "answers_times_slower",
+        "audit",
         "version",
         "backend",
         "device",
@@ -285,6 +286,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "holder_state": None,
         "quarantined_s": None,
         "answers_times_slower": None,
+        "audit": None,
         "version": "0.1",
         "backend": "ggml-cpu",
         "device": "zen4",
@@ -327,6 +329,13 @@ def test_a_member_that_answers_later_than_it_says_is_shown_with_how_much_later()
     assert shown["answers_times_slower"] == 12
     assert "12 times later than the others" in shown["reason"]
     assert other["answers_times_slower"] is None
+
+
+def test_what_the_audit_has_found_of_a_member_is_shown() -> None:
+    found = {"verdict": "unfit", "reason": "3 of 9 rows", "rows": 9, "foreign": 3, "rows_asked": 70}
+    view = view_with(members=(member(SECOND), member(THIRD)))
+    shown, other = document(view, backbone={"audit": [{"node_id": SECOND, **found}]})["members"]
+    assert (shown["audit"], other["audit"]) == (found, None)
 
 
 def test_a_member_that_was_never_heard_has_no_times() -> None:

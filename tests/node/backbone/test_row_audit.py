@@ -1,0 +1,263 @@
+"""The backbone's audit beside real kernels: behind the rows that are used, and before the first of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvasir_node.backbone import row_audit
+from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
+from kvasir_node.backbone.row_audit import Claim, RowAudit
+from kvasir_node.certification.certify import expert_program
+from kvasir_node.certification.crafted_weights import random_rows
+from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts, compute
+from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.liars import LIES, Lie, wrong_expert_of
+from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.worker.connection import BackboneConnection, ServingCounters
+from kvasir_proto.audit.verdict import Verdict
+from kvasir_proto.dispatch import Opening
+from kvasir_proto.errors import RemoteProtocolError
+from kvasir_proto.ids import node_id_of
+from tests.audited_rows import liar
+from tests.node.tls_ends import tls_pair
+
+NODE = node_id_of(b"\1" * 32)
+SHAPE = ExpertShape(64, 64)
+N_EXPERT = 8
+
+
+def made_experts() -> SyntheticExperts:
+    draws = np.random.default_rng(1)
+    parts = {
+        part: np.stack([random_rows("q8_0", *SHAPE.shape_of(part)[::-1], draws) for _ in range(N_EXPERT)])
+        for part in ("gate", "up", "down")
+    }
+    return SyntheticExperts(SHAPE, "q8_0", parts)
+
+
+EXPERTS = made_experts()
+SHARD = EXPERTS.manifest.whole_shard()
+PROGRAMS = {0: expert_program()}
+
+
+class Audited:
+    """An audit and what it said."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[tuple[Verdict, int]] = []
+        self.audit = RowAudit(
+            EXPERTS.manifest, EXPERTS.read, lambda verdict, n_asked: self.verdicts.append((verdict, n_asked))
+        )
+
+    def show(self, kernel: ExpertKernel, n_rows: int, *, seed: int = 0, expert: int = 0) -> None:
+        """As the dispatcher does with an answer."""
+        x = np.random.default_rng(seed).standard_normal((n_rows, SHAPE.n_embd)).astype(np.float32)
+        answers = compute(kernel, expert_program(), x, expert)
+        self.audit.note_rows(
+            NODE,
+            0,
+            expert_program(),
+            [expert] * n_rows,
+            lambda place: x.ctypes.data + 4 * SHAPE.n_embd * place,
+            answers.ctypes.data,
+            (SHAPE.n_embd, SHAPE.n_embd),
+        )
+
+    def wait(self, n_rows: int) -> None:
+        """Until so many rows were looked at."""
+        deadline = time.monotonic() + 30.0
+        while sum(each["rows"] for each in self.audit.statistics()["nodes"]) < n_rows:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Audited]:
+    monkeypatch.setattr(row_audit, "BUSY_SHARE", 1.0)
+    monkeypatch.setattr(row_audit, "BUSY_SHARE_AT_FIRST", 1.0)
+    found = Audited()
+    yield found
+    found.audit.close()
+    found.audit.close()
+
+
+@contextmanager
+def served(kernel: ExpertKernel) -> Iterator[RemoteHolder]:
+    """A connection to a worker with this kernel."""
+    client, server = tls_pair()
+    connection = BackboneConnection(
+        server, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters()
+    )
+    stop = threading.Event()
+    thread = threading.Thread(target=connection.serve, args=(stop,))
+    thread.start()
+    holder = open_remote_holder(NODE, client, Opening(0, 1, b"proof", bytes(32)).encode())
+    try:
+        yield holder
+    finally:
+        stop.set()
+        holder.close()
+        thread.join(10.0)
+        server.close()
+        kernel.close()
+
+
+def examined(audit: RowAudit, kernel: ExpertKernel) -> Verdict | None:
+    with served(kernel) as holder:
+        return audit.examine(holder, SHARD, PROGRAMS, (0, 1))
+
+
+def test_an_honest_holder_passes_its_examination_and_every_expert_was_asked(audited: Audited) -> None:
+    assert examined(audited.audit, EXPERTS.load(GgmlCpuKernel)) is None
+    assert audited.verdicts == []
+    assert audited.audit.rows_examined() == {NODE: N_EXPERT}
+    (node,) = audited.audit.statistics()["nodes"]
+    assert (node["rows"], node["foreign"], node["verdict"]) == (N_EXPERT, 0, None)
+
+
+@pytest.mark.parametrize("lie", [each for each in LIES if each != "nan"])
+def test_a_liar_is_found_before_it_is_asked_for_anything_that_counts(audited: Audited, lie: Lie) -> None:
+    verdict = examined(audited.audit, EXPERTS.load(liar(lie)))
+    assert verdict is not None
+    assert verdict.word == ("unfit" if lie == "f16" else "quarantined")
+    assert [each for each, _ in audited.verdicts] == [verdict]
+    assert audited.verdicts[0][1] <= 64
+
+
+def test_who_was_quarantined_is_asked_nothing_again_until_it_has_another_certificate(
+    audited: Audited,
+) -> None:
+    audited.audit.take_claim(NODE, Claim(certificate=b"first"))
+    verdict = examined(audited.audit, EXPERTS.load(liar("zeros")))
+    asked = audited.audit.rows_examined()
+    audited.audit.take_claim(NODE, Claim(certificate=b"first"))
+    assert examined(audited.audit, EXPERTS.load(GgmlCpuKernel)) == verdict
+    assert audited.audit.rows_examined() == asked
+    audited.audit.take_claim(NODE, Claim(certificate=b"second"))
+    assert examined(audited.audit, EXPERTS.load(GgmlCpuKernel)) is None
+
+
+@pytest.mark.parametrize(
+    "claim, can_be_held_to",
+    [
+        (Claim(), True),
+        (Claim(activation="Q8_0"), True),
+        (Claim(activation="Q8_K"), True),
+        (Claim(adds_in_f32=False), False),
+        (Claim(activation="TF32"), False),
+    ],
+)
+def test_a_claim_that_nobody_can_compute_is_held_to_whether_rows_are_right(
+    audited: Audited, claim: Claim, can_be_held_to: bool
+) -> None:
+    assert claim.can_be_held_to == can_be_held_to
+    audited.audit.take_claim(NODE, claim)
+    if not can_be_held_to:
+        assert examined(audited.audit, EXPERTS.load(liar("f16"))) is None
+        verdict = examined(audited.audit, EXPERTS.load(liar("zeros")))
+        assert verdict is not None
+        assert verdict.word == "quarantined"
+
+
+def test_a_worker_that_does_not_answer_its_examination_is_late(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, server = tls_pair()
+    holder = RemoteHolder(NODE, client, reply_floor_ns=50_000_000)
+    with pytest.raises(RemoteProtocolError, match="deadline") as raised:
+        audited.audit.examine(holder, SHARD, PROGRAMS, (0, 1))
+    assert raised.value.code == "late"
+    for each in (client, server):
+        each.close()
+
+
+def test_of_many_experts_some_are_examined(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_audit, "EXAMINED_ROWS_MAX", 3)
+    assert examined(audited.audit, EXPERTS.load(GgmlCpuKernel)) is None
+    assert audited.audit.rows_examined() == {NODE: 3}
+
+
+def test_a_liar_is_found_behind_the_rows_that_were_used(audited: Audited) -> None:
+    kernel = EXPERTS.load(liar("scaled"))
+    for seed in range(8):
+        audited.show(kernel, 16, seed=seed)
+    audited.wait(3)
+    deadline = time.monotonic() + 30.0
+    while not audited.verdicts:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    ((verdict, n_asked),) = audited.verdicts
+    assert (verdict.node_id, verdict.word) == (NODE, "quarantined")
+    assert n_asked <= 128
+    kernel.close()
+
+
+def test_only_the_wrong_expert_of_a_liar_is_held_against_it(audited: Audited) -> None:
+    _, wrong = wrong_expert_of(SHARD)
+    kernel = EXPERTS.load(liar("wrong-expert"))
+    other = (wrong + 2) % N_EXPERT
+    audited.show(kernel, 64, expert=other)
+    audited.wait(4)
+    assert not audited.verdicts
+    audited.show(kernel, 64, expert=wrong)
+    audited.wait(8)
+    ((verdict, _),) = audited.verdicts
+    assert verdict.n_foreign >= 3
+    kernel.close()
+
+
+def test_where_the_queue_is_full_a_row_is_not_looked_at_and_nothing_waits(audited: Audited) -> None:
+    kernel = EXPERTS.load(GgmlCpuKernel)
+    with audited.audit._referee_lock:  # the audit's thread stands still
+        for seed in range(2000):
+            audited.show(kernel, 16, seed=seed, expert=seed % N_EXPERT)
+        statistics = audited.audit.statistics()
+        assert statistics["rows_waiting"] == row_audit.ROWS_WAITING_MAX
+        assert statistics["rows_dropped"] > 0
+    kernel.close()
+
+
+def test_a_failure_of_the_referee_ends_nothing(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = EXPERTS.load(GgmlCpuKernel)
+    right = audited.audit._referee.judge
+
+    def fail(*arguments: object) -> None:
+        monkeypatch.setattr(audited.audit._referee, "judge", right)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(audited.audit._referee, "judge", fail)
+    audited.show(kernel, 64)
+    audited.wait(3)
+    kernel.close()
+
+
+def test_it_is_idle_most_of_the_time_when_there_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fiftieth of a processor: what it does is counted in its own time."""
+    monkeypatch.setattr(row_audit, "FIRST_ROWS", 0)
+    audited = Audited()
+    waits: list[float] = []
+    busy: list[float] = []
+
+    def note_wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return audited.audit._is_closing.is_set()
+
+    times = iter(range(1, 1000))
+    monkeypatch.setattr(audited.audit._is_closing, "wait", note_wait)
+    monkeypatch.setattr(row_audit.time, "thread_time", lambda: busy.append(0.001) or next(times) * 0.001)
+    kernel = EXPERTS.load(GgmlCpuKernel)
+    audited.show(kernel, 64)
+    audited.wait(4)
+    deadline = time.monotonic() + 10.0
+    while len(waits) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert waits[:4] == pytest.approx([0.001 * 49] * 4)
+    audited.audit.close()
+    kernel.close()
