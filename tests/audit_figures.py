@@ -76,7 +76,17 @@ def rows_of_experts(draws: random.Random, n_rows: int) -> list[tuple[int, int]]:
 
 def drawn(finding: Finding, layer: int, expert: int, number: int) -> Finding:
     """A recorded row as another row of another expert."""
-    return replace(finding, layer=layer, expert=expert, request_digest=number.to_bytes(8, "big"))
+    return Finding(
+        finding.node_id,
+        layer,
+        expert,
+        number.to_bytes(8, "big"),
+        finding.outcome,
+        finding.residual,
+        finding.gate,
+        finding.slope,
+        finding.flip_chance,
+    )
 
 
 def live_honestly(pool: list[Finding], n_rows: int, seed: int) -> tuple[float, list[Verdict]]:
@@ -236,5 +246,6 @@ if __name__ == "__main__":
     parser.add_argument("--share", type=float, default=1.0, help="of the rows that are recorded")
     chosen = parser.parse_args()
     recorded = record_honest(chosen.share)
-    show_detection(recorded["q8_0 256 ggml-cpu"], chosen.runs, chosen.jobs)
+    if chosen.runs:
+        show_detection(recorded["q8_0 256 ggml-cpu"], chosen.runs, chosen.jobs)
     show_false_accusations(recorded, chosen.nodes, chosen.jobs, chosen.rows)

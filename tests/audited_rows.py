@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from kvasir_node.certification.row_referee import RowReferee
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel, Read, SyntheticExperts, compute
 from kvasir_node.kernels.accumulators import F32, Accumulator
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS
+from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.kernels.liars import Lie, LyingKernel
 from kvasir_node.kernels.opencl import OpenClKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
@@ -72,6 +75,11 @@ def honest_kernels(case: Case) -> Iterator[tuple[str, MakeKernel, bool]]:
     def numpy_f32(manifest: ModelManifest, shard: ShardSet, read: Read) -> ReferenceKernel:
         return ReferenceKernel(manifest, shard, read, Arithmetic.FLOAT32, activations=form)
 
+    for build, missing in built_hosts().items():
+        # ARMv8.6 adds products of F16 weights in F16: no member of this class, and its certificate says so.
+        is_of_class = (build, form) != ("ggml-neon-v8.6", "f16")
+        if not missing and is_of_class and case.weight_type in ("q8_0", "q4_K", "f16"):
+            yield build, partial(make_kernel, build), True
     if form == "f32":  # elsewhere numpy adds rounded rows in F64
         yield "numpy-f32", numpy_f32, False
 
