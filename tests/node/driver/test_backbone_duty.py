@@ -892,6 +892,7 @@ async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
         backbone, holders = await serving_backbone(world, 3)
         first, second, _ = (each.node_id for each in holders)
         (load,) = of_kind(backbone.engine, LoadTrunk)
+        assert isinstance(load, LoadTrunk)
         assert load.audit_path == str(model.source_path)
         await backbone.engine.say(HolderJudged(first, "unfit", "3 of 9 rows", 9, 3, 70))
         await until(lambda: bool(backbone.core.commanded(Demote)))
@@ -926,6 +927,7 @@ async def test_a_holder_is_audited_by_what_its_record_claims(
     async with open_world(model, tmp_path) as world:
         backbone, _ = await serving_backbone(world, 1)
         (asked,) = of_kind(backbone.engine, ConnectHolder)
+        assert isinstance(asked, ConnectHolder)
         assert (asked.adds_in_f32, asked.activation, asked.claim_digest) == (True, "", b"")
 
 
