@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from kvasir_node.model.store import StoredModel
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, Engine, load_trunk, start_engine
 from kvasir_proto.errors import EngineFailed, ModelUnusable, error_of_session
 from kvasir_proto.ids import NodeId, SessionId, SwarmDigest, node_id_of
+from kvasir_proto.limits import Kernel
 from kvasir_proto.messages.engine import (
     ConnectHolder,
     DiallerExpected,
@@ -133,10 +135,12 @@ async def start_local_swarm(
     *,
     n_workers: int,
     holders: int | None = None,
+    kernels: Sequence[Kernel] = ("ggml-cpu",),
 ) -> LocalSwarm:
     """Start a backbone and ``n_workers`` workers, give each its shard, connect them all.
 
-    ``holders`` is how many workers hold each expert; the default is the plan's own. Engines live at most as
+    ``holders`` is how many workers hold each expert; the default is the plan's own. ``kernels`` are what the
+    workers compute with, in turn. Engines live at most as
     long as ``nursery``. Raises what an engine reports, or `EngineFailed`.
     """
     key = Ed25519PrivateKey.generate()
@@ -162,7 +166,7 @@ async def start_local_swarm(
     path = await trio.to_thread.run_sync(model.verified_backbone_path)
     trunk = await _load_trunk(backbone, model, path, settings, hooked=True)
     await _grant_lease(backbone)
-    workers = []
+    workers: list[Engine] = []
     for worker_key, worker_id in zip(worker_keys, worker_ids, strict=True):
         worker = await start_engine(
             nursery,
@@ -172,8 +176,9 @@ async def start_local_swarm(
             generation=1,
             directory=directory,
         )
+        kernel = kernels[len(workers) % len(kernels)]
         workers.append(worker)
-        await _serve_shard(worker, model, plan, worker_id, settings)
+        await _serve_shard(worker, model, plan, worker_id, settings, kernel)
         await _connect(backbone, term.backbone, worker, worker_id, plan, proof)
     return LocalSwarm(backbone, term.backbone, tuple(workers), worker_ids, plan, trunk)
 
@@ -261,7 +266,12 @@ async def _grant_lease(engine: Engine) -> None:
 
 
 async def _serve_shard(
-    worker: Engine, model: StoredModel, plan: Plan, worker_id: NodeId, settings: RunSettings
+    worker: Engine,
+    model: StoredModel,
+    plan: Plan,
+    worker_id: NodeId,
+    settings: RunSettings,
+    kernel: Kernel = "ggml-cpu",
 ) -> None:
     await worker.send(SetFence(FOUNDING_EPOCH, FOUNDING_TERM))
     request = LoadShard(
@@ -270,6 +280,7 @@ async def _serve_shard(
         str(model.source_path),
         plan.shard_of(worker_id).encode(),
         settings.n_threads,
+        kernel,
     )
     await worker.exchange(request, ShardLoaded, LOAD_TIMEOUT_S)
 

@@ -21,7 +21,7 @@ from kvasir_node.measure.backends_here import Backend, backends_here
 from kvasir_node.measure.in_process import ModelSettings
 from kvasir_node.measure.levels import LevelsComparison, compare_recordings
 from kvasir_node.measure.recording import Recording, Workload, cut_into_windows, load_recording, record
-from kvasir_node.measure.sides import LLAMA_CPP, SAVED, SWARM, SideSettings, check_side, open_side
+from kvasir_node.measure.sides import LLAMA_CPP, SAVED, SWARM, SideSettings, check_side, is_swarm, open_side
 from kvasir_node.measure.statistics import LogitsComparison
 from kvasir_node.measure.task import HELD_OUT_TEXT, read_items
 from kvasir_node.model.report import file_report
@@ -69,7 +69,8 @@ def level_options(function: FunctionT) -> FunctionT:
             default=(LLAMA_CPP, "ggml-cpu"),
             show_default=True,
             metavar="BASE RUN",
-            help=f"Two sides: {LLAMA_CPP}, {SWARM}, a backend that 'measure ops' lists, or {SAVED}DIRECTORY.",
+            help=f"Two sides: {LLAMA_CPP}, {SWARM}, {SWARM}:KERNEL+KERNEL, a backend that 'measure ops' "
+            f"lists, or {SAVED}DIRECTORY.",
         ),
         click.option(
             "--model",
@@ -313,7 +314,9 @@ def asked_of(options: dict[str, Any], *, prompts: int = 0, n_generated: int = 0,
 
 def _prepared(session: CommandSession, asked: Asked) -> tuple[StoredModel, tuple[Backend, ...]]:
     """The model, and the backends where one is asked for; asking for devices costs a second."""
-    is_needed = any(side not in (LLAMA_CPP, SWARM) and not side.startswith(SAVED) for side in asked.sides)
+    is_needed = any(
+        side != LLAMA_CPP and not is_swarm(side) and not side.startswith(SAVED) for side in asked.sides
+    )
     backends = backends_here(asked.threads, say=note) if is_needed else ()
     for side in asked.sides:
         check_side(side, backends)
@@ -411,7 +414,7 @@ def _run_level(
     as_json: bool,
     show: Callable[[LevelsComparison], None],
 ) -> None:
-    if level in ("drift", "decisions") and SWARM in asked.sides:
+    if level in ("drift", "decisions") and any(map(is_swarm, asked.sides)):
         raise UsageError(f"a swarm's engines show logits only: '{level}' takes {LLAMA_CPP} and backends")
     compared, stored, took = compare_sides(session, asked)
     if level in ("drift", "decisions") and compared.drift is None:

@@ -39,7 +39,7 @@ from kvasir_node.measure.levels import THRESHOLDS, LevelsComparison, compare_rec
 from kvasir_node.measure.operations import OperationsMeasurement, measure_operations
 from kvasir_node.measure.published import PUBLISHED
 from kvasir_node.measure.report_page import render_page
-from kvasir_node.measure.sides import LLAMA_CPP, SWARM
+from kvasir_node.measure.sides import LLAMA_CPP, SWARM, is_swarm, workers_of
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
 from kvasir_node.working_directory import working_directory
@@ -137,16 +137,18 @@ def _sides(runs: str | None, here: tuple[Backend, ...]) -> tuple[str, ...]:
     if runs is None:
         return (*(name for name in _RUNS if name in known), SWARM)
     names = tuple(dict.fromkeys(part.strip() for part in runs.split(",")))
-    unknown = next((name for name in names if name not in known and name != SWARM), None)
+    unknown = next((name for name in names if name not in known and not is_swarm(name)), None)
     if unknown is not None:
         raise UsageError(f"there is no {unknown!r} here: there are {', '.join(sorted(known))} and {SWARM}")
+    for name in filter(is_swarm, names):
+        workers_of(name)
     return names
 
 
 def _pairs_among(names: tuple[str, ...]) -> str:
     """ggml beside each of another arithmetic among the runs, three at most; itself where there is none."""
     others: list[str] = [name for name in BESIDE if name in names]
-    others = others or [name for name in names if name not in ("ggml-cpu", SWARM)]
+    others = others or [name for name in names if name != "ggml-cpu" and not is_swarm(name)]
     return ",".join(f"ggml-cpu+{name}" for name in others[:3]) or "ggml-cpu+ggml-cpu"
 
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import numpy as np
 import trio
@@ -37,6 +37,7 @@ from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.supervisor import Engine
 from kvasir_proto.errors import UsageError
+from kvasir_proto.limits import WORKERS_MAX, Kernel
 from kvasir_proto.messages.engine import Tokenize, Tokenized
 from kvasir_proto.sampling import Sampling
 
@@ -45,7 +46,7 @@ SWARM: Final = "swarm"
 SAVED: Final = "saved:"
 
 _GREEDY: Final = Sampling(temperature=0.0)
-_SWARM_WORKERS: Final = 2
+_USUAL_WORKERS: Final[tuple[Kernel, ...]] = ("ggml-cpu", "ggml-cpu")
 
 
 class OpenSide(Protocol):
@@ -71,11 +72,41 @@ class SideSettings:
     is_watched: bool = True
 
 
+def is_swarm(name: str) -> bool:
+    """Whether a name means engine processes."""
+    return name == SWARM or name.startswith(f"{SWARM}:")
+
+
+def workers_of(name: str) -> tuple[Kernel, ...]:
+    """What a swarm's workers compute with: two of ggml's own, or as `swarm:ggml-cpu+opencl` says.
+
+    Raises `UsageError` for a kernel that no worker knows.
+    """
+    named = name.removeprefix(SWARM).removeprefix(":")
+    if not named:
+        return _USUAL_WORKERS
+    kernels = get_args(Kernel)
+    parts = named.split("+")
+    unknown = next((part for part in parts if part not in kernels), None)
+    if unknown is not None or len(parts) > WORKERS_MAX:
+        raise UsageError(
+            f"a swarm's workers are named as in {SWARM}:ggml-cpu+opencl, of {', '.join(kernels)}, and not "
+            f"{unknown or len(parts)!r}"
+        )
+    return tuple(kernel for part in parts for kernel in kernels if kernel == part)
+
+
 def check_side(name: str, backends: Sequence[Backend]) -> None:
     """Raise `UsageError` for a name that means no side here."""
-    known = [LLAMA_CPP, SWARM, *(each.name for each in backends)]
+    if is_swarm(name):
+        workers_of(name)
+        return
+    known = [LLAMA_CPP, *(each.name for each in backends)]
     if name not in known and not name.startswith(SAVED):
-        raise UsageError(f"there is no {name!r} here: there are {', '.join(known)}, and {SAVED}DIRECTORY")
+        raise UsageError(
+            f"there is no {name!r} here: there are {', '.join(known)}, {SWARM}, {SWARM}:KERNEL+KERNEL and "
+            f"{SAVED}DIRECTORY"
+        )
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +122,8 @@ async def open_side(
     Raises `UsageError` for an unknown name, and what loading raises.
     """
     check_side(name, backends)
-    if name == SWARM:
-        async with _open_swarm(model, settings, directory) as swarm:
+    if is_swarm(name):
+        async with _open_swarm(name, model, settings, directory) as swarm:
             yield swarm
         return
     make = next((each.make for each in backends if each.name == name), None)
@@ -126,7 +157,9 @@ class _InProcessSide:
 
 
 @contextlib.asynccontextmanager
-async def _open_swarm(model: StoredModel, settings: SideSettings, directory: Path) -> AsyncIterator[OpenSide]:
+async def _open_swarm(
+    name: str, model: StoredModel, settings: SideSettings, directory: Path
+) -> AsyncIterator[OpenSide]:
     run_settings = RunSettings(
         n_ctx=settings.model.n_ctx,
         n_ubatch=settings.model.n_ubatch,
@@ -134,8 +167,12 @@ async def _open_swarm(model: StoredModel, settings: SideSettings, directory: Pat
         kv_type=settings.model.kv_type,
     )
     async with open_unwrapping_nursery() as nursery:
-        swarm = await start_local_swarm(nursery, model, run_settings, directory, n_workers=_SWARM_WORKERS)
-        yield _SwarmSide(swarm.backbone, directory)
+        kernels = workers_of(name)
+        # One holder each, so that every kernel computes its part.
+        swarm = await start_local_swarm(
+            nursery, model, run_settings, directory, n_workers=len(kernels), holders=1, kernels=kernels
+        )
+        yield _SwarmSide(name, swarm.backbone, directory)
         for engine in (swarm.backbone, *swarm.workers):
             await engine.close()
 
@@ -143,9 +180,8 @@ async def _open_swarm(model: StoredModel, settings: SideSettings, directory: Pat
 class _SwarmSide:
     """A backbone engine and its workers, real processes with real connections."""
 
-    name = SWARM
-
-    def __init__(self, backbone: Engine, directory: Path) -> None:
+    def __init__(self, name: str, backbone: Engine, directory: Path) -> None:
+        self.name = name
         self._backbone = backbone
         self._path = directory / "evaluated.npy"
 

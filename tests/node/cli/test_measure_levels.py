@@ -67,6 +67,7 @@ def test_tables_are_printed_for_every_level(tmp_path: Path) -> None:
     [
         (("drift", "--between", "llama.cpp", "cuda"), "there is no 'cuda' here"),
         (("drift", "--between", "llama.cpp", "swarm"), "a swarm's engines show logits only"),
+        (("logits", "--between", "llama.cpp", "swarm:ggml-cpu+cuda"), "of ggml-cpu, opencl"),
         (("decisions", "--between", "saved:nowhere", "llama.cpp"), "holds no saved reference"),
         (("task", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("drift", "--positions", "1000000"), "tokens, and 1000000 are wanted"),
@@ -83,6 +84,32 @@ def test_bad_arguments_are_status_2(tmp_path: Path, arguments: tuple[str, ...], 
     outcome = call("measure", *arguments, home=tmp_path)
     assert outcome.status == 2, outcome.err
     assert said in outcome.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_swarm_of_unlike_workers_is_a_side(tmp_path: Path) -> None:
+    sides = ("--between", "llama.cpp", "swarm:ggml-cpu+emulated-f16")
+    outcome = call("measure", "logits", *sides, "--positions", "64", "--json", home=tmp_path)
+    found = outcome.document
+    assert found["run"] == "swarm:ggml-cpu+emulated-f16"
+    assert found["logits"]["positions"] == 64
+    assert 0 < found["logits"]["mean_kld"] < 0.1, "one of the workers adds in F16"
+    text = call(
+        *(
+            "measure",
+            "generation",
+            "--between",
+            "llama.cpp",
+            "swarm",
+            "--prompts",
+            "1",
+            "--tokens",
+            "4",
+            "--json",
+        ),
+        home=tmp_path,
+    )
+    assert text.document["generation"]["identical"] == 1
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from kvasir_node.measure.operations import (
     OPERATIONS,
     OperationsMeasurement,
     OperationsSettings,
+    PairFigures,
     figures_of,
     gate_for,
     measure_operations,
@@ -156,6 +157,16 @@ def test_one_class_is_inside_its_gate_and_another_is_labelled() -> None:
         ("f64", 1),
         ("f64", 8),
     ]
+
+
+def test_two_ways_of_rounding_one_format_are_one_class() -> None:
+    on_arm = EquivalenceClass("Q8_0", "F32", "NEON")
+
+    def pair(b: EquivalenceClass) -> PairFigures:
+        return PairFigures("expert", "q8_0", 8, "x", "y", Q8, b, 64, 1.0, 0.0, 0.0, 0.0, 1.0, None, "")
+
+    assert pair(on_arm).is_same_class
+    assert not pair(F32).is_same_class
 
 
 class ScaledExperts(Scaled):
