@@ -187,6 +187,18 @@ def test_choices_are_counted_by_layer_and_by_token() -> None:
     assert (same.decisions_disagreeing, same.first_disagreement) == (0, None)
 
 
+def test_borderline_tokens_are_those_that_last_bits_decide() -> None:
+    probabilities = np.array(
+        [[[0.4, 0.30002, 0.29998], [0.4, 0.3, 0.3], [0.5, 0.3, 0.2], [0.4, 0.3001, 0.2999]]]
+    )
+    base = traces(np.zeros((1, 4, 2)), np.log(probabilities))
+    router = base.router.copy()
+    router[0, 1] = router[0, 1][[0, 2, 1]] + np.array([0, -1e-3, 1e-3])
+    found = compare_choices(base, traces(base.hidden, router))
+    assert (found.layers[0].borderline, found.layers[0].borderline_disagreeing) == (2, 1)
+    assert found.tokens_borderline == 2
+
+
 # -- authority -------------------------------------------------------------------------------------------
 
 
@@ -198,6 +210,10 @@ def test_a_row_that_the_others_router_did_not_choose_is_missing() -> None:
     found, missing = take_rows(experts, held, rows, other, other_held, other_rows)
     assert found[:, :, 0].tolist() == [[10.0, 101.0], [10.0, 0.0]]
     assert missing == 1
+    nobody = np.zeros_like(held)
+    assert take_rows(experts, nobody, rows, experts, nobody, rows)[1] == 4, (
+        "chosen by both and held by neither"
+    )
 
 
 def test_what_was_computed_is_held_against_what_the_router_chose() -> None:
