@@ -22,8 +22,9 @@ from typing import Any, Final
 
 import trio
 
+from kvasir_node import ggml_devices
 from kvasir_node.certification.kept_measurements import KeptMeasurements
-from kvasir_node.certification.kernel_build import kernel_build
+from kvasir_node.certification.kernel_build import backend_libraries, kernel_build
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
@@ -436,6 +437,10 @@ def _kernels_of(configuration: Configuration) -> tuple[KernelInUse, ...]:
         log.info("opencl_device_found", device=chosen.name, platform=chosen.platform, driver=chosen.driver)
         build = kernel_build(f"{chosen.name} {chosen.platform} {chosen.driver}")
         return (KernelInUse(name, device, chosen.word, build), own)
+    if name == "ggml-device":
+        found = ggml_devices.choose_worker_device(device, ggml_devices.devices_seen_by_child())
+        log.info("ggml_device_found", device=found.name, description=found.description)
+        return (KernelInUse(name, device, found.word, kernel_build(found.word, backend_libraries())), own)
     if name in HOST_BUILDS:
         build = kernel_build(programs=[each for each in host_command(name) if each.startswith("/")])
         return (KernelInUse(name, ANY_DEVICE, HOST_BUILDS[name].machine, build), own)

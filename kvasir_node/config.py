@@ -245,7 +245,8 @@ class Configuration:
         "engine.kernel_device",
         _part_of_name,
         "auto",
-        "the device of the opencl kernel: a part of its name, its number, or auto for the best there is",
+        "the device of the opencl kernel: a part of its name, its number, or auto for the best there is; of "
+        "the ggml-device kernel: its name, or auto for a GPU",
     )
     engine_device: str = _key(
         "engine.device",

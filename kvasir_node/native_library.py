@@ -136,6 +136,17 @@ class NativeLibrary:
             library, "add_sums", c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p
         )
 
+    def kernel_create_on(self, device: int, threads: int, n_expert: int) -> int | None:
+        """As in C. Looked up when it is asked for, since it came without another ABI."""
+        try:
+            create = _function(self._library, "kernel_create_on", c_void_p, c_void_p, c_int32, c_int32)
+        except AttributeError:
+            raise IncompatibleVersion(
+                "the native library was built before it knew devices: run the installation again"
+            ) from None
+        handle: int | None = create(device, threads, n_expert)
+        return handle
+
     def hook_program(self, hook: int, index: int) -> tuple[bytes, bool] | None:
         """Program `index`: its flat steps, and whether every slot has an input row; None past the end."""
         steps = ctypes.create_string_buffer(PROGRAM_FLAT_SIZE_BYTES_MAX)

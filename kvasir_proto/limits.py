@@ -92,6 +92,7 @@ Accumulation: TypeAlias = Literal["F32", "F16", "BF16", "MIXED", "UNKNOWN"]
 Kernel: TypeAlias = Literal[
     "ggml-cpu",
     "opencl",
+    "ggml-device",
     "emulated-f16",
     "ggml-neon-v8.0",
     "ggml-neon-v8.6",
@@ -107,9 +108,10 @@ Kernel: TypeAlias = Literal[
     "liar-replayed",
     "liar-odd-blocks",
 ]
-"""What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, numpy that
-adds in F16 to show what the swarm makes of such a node, ggml's CPU kernels for another instruction set, or
-one with a planted fault behind ggml's name, to show that an audit finds it."""
+"""What a worker engine computes experts with: ggml's CPU kernels, our own on an OpenCL device, ggml's on any
+other device that it has, numpy that adds in F16 to show what the swarm makes of such a node, ggml's CPU
+kernels for another instruction set, or one with a planted fault behind ggml's name, to show that an audit
+finds it."""
 AuditVerdict: TypeAlias = Literal["unfit", "quarantined"]
 """What an audit makes of a node whose rows are wrong: bulk layers only, or nothing at all."""
 Rank: TypeAlias = Literal["backbone", "output", "bulk"]

@@ -22,6 +22,7 @@ _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _SOURCES: Final = ("kernels/*.py", "certification/*.py", "data/opencl/*.cl", "_native*")
 _PROCESSOR_FILE: Final = Path("/proc/cpuinfo")
 _PROCESSOR_LINES: Final = ("flags", "Features", "model name", "CPU part")
+_ALWAYS: Final = ("libggml-base", "libggml-cpu")
 _DIGITS: Final = 24
 
 
@@ -40,6 +41,22 @@ def kernel_build(driver: str = "", programs: Sequence[str] = ()) -> str:
     return f"{__version__}+{found.hexdigest()[:_DIGITS]}"
 
 
+def backend_libraries() -> list[str]:
+    """Paths of all of llama.cpp's backends, for a kernel that computes by one of them."""
+    return [str(path) for name, path in _libraries().items() if name not in _ALWAYS]
+
+
+def _libraries() -> dict[str, Path]:
+    """ggml's libraries by name; each lies there under three."""
+    found = importlib.util.find_spec("llama_cpp")
+    directories = (found.submodule_search_locations or ()) if found is not None else ()
+    return {
+        path.name.split(".")[0]: path
+        for directory in directories
+        for path in sorted(Path(directory, "lib").glob("libggml*"))
+    }
+
+
 def _processor() -> Iterator[str]:
     """What is told of the first processor, and of its instructions."""
     yield platform.machine()
@@ -55,11 +72,7 @@ def _processor() -> Iterator[str]:
 def _contents() -> Iterator[bytes]:
     """Of each file that computes its name and its bytes, in order."""
     paths = [path for pattern in _SOURCES for path in _PACKAGE.glob(pattern)]
-    found = importlib.util.find_spec("llama_cpp")
-    for directory in (found.submodule_search_locations or ()) if found is not None else ():
-        # Each library lies there under three names.
-        named = {path.name.split(".")[0]: path for path in Path(directory, "lib").glob("libggml*")}
-        paths += [path for name, path in named.items() if name in ("libggml-base", "libggml-cpu")]
+    paths += [path for name, path in _libraries().items() if name in _ALWAYS]
     for path in sorted(paths, key=lambda each: each.name):
         yield path.name.split(".")[0].encode()
         yield path.read_bytes()

@@ -105,6 +105,8 @@ def run_checks(session: CommandSession) -> Iterator[Check]:
         return
     yield Check("configuration", True, str(locations.config_file))
     yield _guarded("devices", lambda: _devices(configuration.engine_device))
+    if configuration.engine_kernel == "ggml-device":
+        yield _guarded("experts' device", lambda: _experts_device(configuration.engine_kernel_device))
     yield _guarded("opencl", lambda: _opencl(configuration))
     yield _guarded("kernel hosts", lambda: check_kernel_hosts(configuration.engine_kernel, built_hosts()))
     yield _guarded("home", lambda: check_home(locations))
@@ -205,6 +207,16 @@ def check_devices(
         if len(found) > len(devices):
             remedies.append(f"see {_GPU_GUIDE}")
     return Check("devices", True, "; ".join(found), "; ".join(remedies))
+
+
+def _experts_device(wanted: str) -> Check:
+    from kvasir_node.ggml_devices import choose_worker_device, list_devices
+
+    try:
+        chosen = choose_worker_device(wanted, list_devices())
+    except KvasirError as error:
+        return Check("experts' device", False, str(error), f"set engine.kernel_device, or see {_GPU_GUIDE}")
+    return Check("experts' device", True, chosen.word)
 
 
 def _opencl(configuration: Configuration) -> Check:

@@ -25,10 +25,13 @@ from kvasir_node.stop_signals import held_back
 @click.option("--threads", type=int, help="Threads that compute, in each engine.")
 @click.option(
     "--kernel",
-    help="What computes experts: ggml-cpu, opencl, emulated-f16 to see what it does, or another instruction "
-    "set such as ggml-neon-v8.6.",
+    help="What computes experts: ggml-cpu, ggml-device, opencl, emulated-f16 to see what it does, or another "
+    "instruction set such as ggml-neon-v8.6.",
 )
-@click.option("--kernel-device", help="OpenCL device for --kernel opencl: part of its name, or its number.")
+@click.option(
+    "--kernel-device",
+    help="Device for --kernel opencl: part of its name, or its number; for ggml-device: its name.",
+)
 @click.option("--device", help="A GPU for all but the routed experts: its name, or auto.")
 @click.option(
     "--model",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvasir_node.kernels.accumulators import F16_SUMS
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.kernels.ggml_device import GgmlDeviceKernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
 from kvasir_node.kernels.host_builds import HOST_BUILDS, host_command
 from kvasir_node.kernels.liars import LYING_KERNELS, LyingKernel
@@ -36,6 +37,8 @@ def make_kernel(
     """
     if name == "opencl":
         return OpenClKernel(manifest, shard, read, device=device, threads=threads)
+    if name == "ggml-device":
+        return GgmlDeviceKernel(manifest, shard, read, device, threads)
     if name == "emulated-f16":
         return ReferenceKernel(manifest, shard, read, Arithmetic.AS_GGML, F16_SUMS)
     if name in LYING_KERNELS:

@@ -110,7 +110,7 @@ class GgmlCpuKernel:
         self._indices: dict[ExpertProgram, int] = {}
         if not set(shard.layers) <= set(manifest.moe_layers):
             raise LocalProtocolError("the shard names a layer without routed experts")
-        self._kernel = self._native.kernel_create(threads, manifest.n_expert)
+        self._kernel = self._create(threads, manifest.n_expert)
         if not self._kernel:
             raise EngineFailed(f"the expert kernel could not be created with {threads} threads")
         try:
@@ -176,6 +176,10 @@ class GgmlCpuKernel:
         if self._kernel:
             self._native.kernel_destroy(self._kernel)
             self._kernel = None
+
+    def _create(self, threads: int, n_expert: int) -> int | None:
+        """A kernel's handle; None where it cannot be made."""
+        return self._native.kernel_create(threads, n_expert)
 
     def _handle(self) -> int:
         if not self._kernel:

@@ -9,14 +9,13 @@ It refuses to know kernels and models.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from kvasir_node.driver_child import devices_told_by
 from kvasir_proto.errors import ConfigurationInvalid
 from kvasir_proto.limits import as_sentence
 
@@ -136,30 +135,10 @@ def devices_seen_by_child() -> tuple[OpenClDevice, ...]:
 
     Raises `ConfigurationInvalid`.
     """
-    command = [sys.executable, "-P", "-m", __name__]
     # PoCL leaves a file in its cache whenever it is asked for anything.
     with tempfile.TemporaryDirectory(prefix="kvasir-") as cache:
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                timeout=CHILD_TIMEOUT_S,
-                check=False,
-                env=os.environ | {"POCL_CACHE_DIR": cache},
-            )
-        except subprocess.TimeoutExpired:
-            raise ConfigurationInvalid(
-                f"the OpenCL drivers do not say in {CHILD_TIMEOUT_S:g} s what devices they have"
-            ) from None
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        raise ConfigurationInvalid(
-            f"an OpenCL driver ended the process that asked for its devices (status {done.returncode})"
-        ) from None
-    if "error" in answer:
-        raise ConfigurationInvalid(answer["error"])
-    return tuple(OpenClDevice(**each) for each in answer["devices"])
+        told = devices_told_by(__name__, "OpenCL", CHILD_TIMEOUT_S, {"POCL_CACHE_DIR": cache})
+    return tuple(OpenClDevice(**each) for each in told)
 
 
 def _answer() -> dict[str, object]:

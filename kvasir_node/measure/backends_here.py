@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, get_args
 
 from kvasir_node.certification.synthetic_model import MakeKernel
+from kvasir_node.ggml_devices import list_devices
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.kernels.opencl import Accumulator as OpenClSums
@@ -28,6 +30,7 @@ EXACT: Final = "reference-as-ggml"
 
 _EMULATED_KERNELS: Final = ("emulated-f16",)
 _WITH_DEVICES: Final = "opencl"
+_ON_GGML_DEVICES: Final = "ggml-device"
 _PLATFORMS: Final = {"portable computing language": "pocl", "intel(r) opencl": "intel"}
 
 
@@ -61,6 +64,8 @@ def backends_here(
             say(f"no backend {name}: {hosts[name]}")
         elif name == _WITH_DEVICES:
             found += [_on_device(device, devices, OpenClSums.F32, threads) for device in devices]
+        elif name == _ON_GGML_DEVICES:
+            found += [_on_ggml_device(each.name, threads) for each in list_devices() if each.kind != "cpu"]
         elif reasons.get(name):
             say(f"no {name}: {reasons[name]}")
         else:
@@ -90,6 +95,11 @@ def choose_backends(wanted: str, here: Sequence[Backend]) -> tuple[Backend, ...]
 
 def _named(name: Kernel, threads: int) -> MakeKernel:
     return lambda manifest, shard, read: make_kernel(name, manifest, shard, read, threads)
+
+
+def _on_ggml_device(device: str, threads: int) -> Backend:
+    make: MakeKernel = partial(make_kernel, _ON_GGML_DEVICES, threads=threads, device=device)
+    return Backend(f"ggml-{device.lower()}", False, make)
 
 
 def _in_numpy(arithmetic: Arithmetic, activations: str | None = None) -> MakeKernel:

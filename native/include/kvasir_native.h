@@ -150,6 +150,11 @@ typedef struct kvasir_kernel kvasir_kernel;
 
 // NULL when `n_threads` or `n_expert` is out of range, or without memory.
 KVASIR_API kvasir_kernel * kvasir_kernel_create(int32_t n_threads, int32_t n_expert);
+
+// The same on a device of this process's ggml (a ggml_backend_dev_t), whose memory then holds the weights and,
+// during a call, rows and results. `n_threads` counts where the device is the processor. NULL also when the
+// device cannot be opened. A step that the device does not compute is KVASIR_KERNEL_COMPUTE_FAILED.
+KVASIR_API kvasir_kernel * kvasir_kernel_create_on(void * device, int32_t n_threads, int32_t n_expert);
 KVASIR_API void kvasir_kernel_destroy(kvasir_kernel * kernel);
 
 // Declares which experts of `layer` are held: `experts` are global ids, ascending.

@@ -263,6 +263,11 @@ struct Registry {
     X(ggml_backend_buft_get_device, Device *, (BufferType * buft))                                           \
     X(ggml_backend_buft_is_host, bool, (BufferType * buft))                                                  \
     X(ggml_backend_cpu_buffer_type, BufferType *, (void))                                                    \
+    X(ggml_backend_buft_get_alloc_size, size_t, (BufferType * buft, const Tensor * tensor))                  \
+    X(ggml_backend_buffer_set_usage, void, (Buffer * buffer, int usage))                                     \
+    X(ggml_backend_tensor_set, void, (Tensor * tensor, const void * data, size_t offset, size_t size))       \
+    X(ggml_backend_tensor_get, void, (const Tensor * tensor, void * data, size_t offset, size_t size))       \
+    X(ggml_backend_view_init, int, (Tensor * tensor))                                                        \
     X(ggml_backend_tensor_alloc, int, (Buffer * buffer, Tensor * tensor, void * address))                    \
     X(ggml_backend_guid, void *, (Backend * backend))                                                        \
     X(ggml_backend_name, const char *, (Backend * backend))                                                  \
@@ -271,6 +276,9 @@ struct Registry {
     X(ggml_backend_graph_compute, int, (Backend * backend, Graph * graph))                                   \
     X(ggml_backend_dev_name, const char *, (Device * device))                                                \
     X(ggml_backend_dev_type, int, (Device * device))                                                         \
+    X(ggml_backend_dev_init, Backend *, (Device * device, const char * parameters))                          \
+    X(ggml_backend_dev_buffer_type, BufferType *, (Device * device))                                         \
+    X(ggml_backend_dev_supports_op, bool, (Device * device, const Tensor * op))                              \
     X(ggml_backend_dev_backend_reg, Registry *, (Device * device))                                           \
     X(ggml_backend_reg_name, const char *, (Registry * reg))                                                 \
     X(ggml_backend_reg_dev_count, size_t, (Registry * reg))                                                  \

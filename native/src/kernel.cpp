@@ -1,4 +1,4 @@
-// The expert kernel: runs an expert program on gathered rows with ggml's CPU backend.
+// The expert kernel: runs an expert program on gathered rows with ggml's CPU backend, or on another device.
 //
 // Weights live in ggml buffers, one tensor a (layer, part), with only the held experts, renumbered. A call
 // checks everything, lays the program's values out in one scratch area (registers, assigned once a program),
@@ -6,6 +6,9 @@
 // graphs are not cached. Results of a row do not depend on which other rows share the call, except that
 // ggml's tiled K-quant kernels take over at 8 rows *of one expert*: all of an expert's rows of one ubatch
 // must therefore be in one call for results to be those of an undivided run.
+//
+// A device has memory of its own: there everything is placed in its buffers, rows and ids are copied in and
+// results out, and each operation is first asked of it, because what a device cannot compute ends the process.
 #include "ggml_abi.h"
 #include "program.h"
 
@@ -92,6 +95,21 @@ void prefer_huge_pages(void * base, size_t size) {
 #endif
 }
 
+// Whether a device multiplies rows by weights of this shape, and the bytes that these take there.
+bool device_can_multiply(Device * device, BufferType * memory, int type, const int64_t * shape, int64_t n_held,
+                         size_t & size) {
+    alignas(64) unsigned char arena[4096];
+    const ContextPointer context(lib.ggml_init({sizeof arena, arena, true}));
+    if (!context) {
+        return false;
+    }
+    Tensor * weights = lib.ggml_new_tensor_3d(context.get(), type, shape[0], shape[1], n_held);
+    Tensor * rows    = lib.ggml_new_tensor_3d(context.get(), TYPE_F32, shape[0], 1, 1);
+    Tensor * ids     = lib.ggml_new_tensor_2d(context.get(), TYPE_I32, 1, 1);
+    size             = lib.ggml_backend_buft_get_alloc_size(memory, weights);
+    return lib.ggml_backend_dev_supports_op(device, lib.ggml_mul_mat_id(context.get(), weights, rows, ids));
+}
+
 // A program fitted to a layer: the width of each value, and the register it lives in.
 struct Binding {
     bool fits = false;
@@ -125,13 +143,19 @@ struct Fault {
 const char * kKindNames[] = {"weight", "scale", "bias"};
 const char * kPartNames[] = {"gate", "up", "down", "gate_up"};
 
+// Whether rows of `width` weights can be of this type at all.
+bool has_blocks(int type, int64_t width) {
+    return type >= 0 && type < kTypeCount && lib.ggml_type_size(type) != 0 && lib.ggml_blck_size(type) > 0 &&
+           width % lib.ggml_blck_size(type) == 0;
+}
+
 // Whether ggml's CPU backend can multiply rows of `width` floats by weights of this type.
 bool can_multiply(int type, int64_t width) {
-    if (type < 0 || type >= kTypeCount || lib.ggml_type_size(type) == 0 || lib.ggml_blck_size(type) <= 0) {
+    if (!has_blocks(type, width)) {
         return false;
     }
     const TypeTraitsCpu * traits = lib.ggml_get_type_traits_cpu(type);
-    if (traits->vec_dot == nullptr || width % lib.ggml_blck_size(type) != 0) {
+    if (traits->vec_dot == nullptr) {
         return false;
     }
     const TypeTraitsCpu * rows = lib.ggml_get_type_traits_cpu(traits->vec_dot_type);
@@ -244,19 +268,25 @@ bool assign_registers(const kvasir::Program & program, Binding & binding) {
 } // namespace
 
 struct kvasir_kernel {
-    int32_t n_expert  = 0;
-    Backend * backend = nullptr;
-    ThreadPool * pool = nullptr;
+    int32_t n_expert    = 0;
+    Backend * backend   = nullptr;
+    ThreadPool * pool   = nullptr;
+    Device * device     = nullptr; // where everything lies in the memory of a device; else rows stay where they are
+    BufferType * memory = nullptr; // of weights, and on a device of everything
+    bool is_processor   = true;
     std::mutex mutex;
     std::map<int32_t, std::unique_ptr<Layer>> layers;
     std::map<int32_t, kvasir::Program> programs;
     Scratch arena;
     Scratch values;
+    BufferPointer area; // a device's: values, rows, ids and results of a call
     std::vector<int32_t> ids;
     int64_t memory_bytes = 0;
     Fault fault;
 
     ~kvasir_kernel() {
+        area.reset();
+        layers.clear(); // buffers go before their backend does
         if (backend != nullptr) {
             lib.ggml_backend_free(backend);
         }
@@ -272,6 +302,8 @@ struct kvasir_kernel {
 
     int32_t bind(int32_t layer_number, int32_t index, Layer *& layer, const kvasir::Program *& program,
                  const Binding *& binding);
+    unsigned char * reserve_area(size_t size);
+    bool place(Tensor * tensor, unsigned char * address, const unsigned char * end);
     int32_t check_pairs(const Layer & layer, int32_t n_rows, int32_t n_pairs, const int32_t * row_of_pair,
                         const int32_t * expert_of_pair);
     int32_t compute(const Layer & layer, const kvasir::Program & program, const Binding & binding,
@@ -325,6 +357,29 @@ int32_t kvasir_kernel::check_pairs(const Layer & layer, int32_t n_rows, int32_t 
     return KVASIR_KERNEL_DONE;
 }
 
+// A device's memory of at least so many bytes; nullptr without.
+unsigned char * kvasir_kernel::reserve_area(size_t size) {
+    if (!area || lib.ggml_backend_buffer_get_size(area.get()) < size) {
+        area.reset(); // first, so that both are never held
+        area.reset(lib.ggml_backend_buft_alloc_buffer(memory, size));
+        if (!area) {
+            return nullptr;
+        }
+        lib.ggml_backend_buffer_set_usage(area.get(), USAGE_COMPUTE);
+    }
+    return static_cast<unsigned char *>(lib.ggml_backend_buffer_get_base(area.get()));
+}
+
+// Puts a tensor at an address: a device's, or memory of ours. False where it would reach past `end`.
+bool kvasir_kernel::place(Tensor * tensor, unsigned char * address, const unsigned char * end) {
+    if (device == nullptr) {
+        tensor->data = address;
+        return true;
+    }
+    return lib.ggml_backend_buft_get_alloc_size(memory, tensor) <= static_cast<size_t>(end - address) &&
+           lib.ggml_backend_tensor_alloc(area.get(), tensor, address) == STATUS_SUCCESS;
+}
+
 int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & program, const Binding & binding,
                                int32_t n_rows, int32_t n_pairs, const float * x, const int32_t * row_of_pair,
                                float * out) {
@@ -339,29 +394,40 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
     }
     const int32_t n_tokens = n_pairs / n_slots;
 
-    // One area: the gathered rows (if any), then the registers.
-    const auto bytes_of = [](int64_t width, int32_t rows) {
+    // One area: the rows that are not read where they are, then the registers; on a device ids and results too.
+    const size_t alignment =
+        device ? std::max(kAlignment, lib.ggml_backend_buft_get_alignment(memory)) : kAlignment;
+    const auto bytes_of = [alignment](int64_t width, int32_t rows) {
         const size_t size = static_cast<size_t>(width) * static_cast<size_t>(rows) * sizeof(float);
-        return (size + kAlignment - 1) / kAlignment * kAlignment;
+        return (size + alignment - 1) / alignment * alignment;
     };
-    const int64_t width_in = binding.width[0];
-    size_t total           = uniform ? 0 : bytes_of(width_in, n_pairs);
+    const int64_t width_in   = binding.width[0];
+    const int64_t width_out  = binding.width[program.steps.size()];
+    const int32_t n_gathered = uniform ? 0 : n_pairs;
+    const size_t gathered    = bytes_of(width_in, n_gathered);
+    size_t total             = device ? bytes_of(width_in, n_tokens) : gathered;
     size_t offset_of_reg[kRegistersMax];
     for (int reg = 0; reg < binding.n_regs; ++reg) {
         offset_of_reg[reg] = total;
         total += bytes_of(binding.reg_width[reg], n_pairs);
     }
-    unsigned char * area = values.reserve(std::max<size_t>(total, kAlignment));
-    if (area == nullptr) {
+    const size_t offset_of_ids = total;
+    const size_t offset_of_out = offset_of_ids + (device ? bytes_of(1, n_pairs) : 0);
+    total                      = offset_of_out + (device ? bytes_of(width_out, n_pairs) : 0);
+    unsigned char * gather     = values.reserve(std::max<size_t>(device ? gathered : total, kAlignment));
+    unsigned char * area_base  = device ? reserve_area(total) : gather;
+    if (gather == nullptr || area_base == nullptr) {
         return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for %zu bytes of rows", total);
     }
+    const unsigned char * area_end = area_base + total;
     if (!uniform) {
-        float * to = reinterpret_cast<float *>(area);
+        float * to = reinterpret_cast<float *>(gather);
         for (int32_t i = 0; i < n_pairs; ++i, to += width_in) {
             std::memcpy(to, x + static_cast<size_t>(row_of_pair[i]) * static_cast<size_t>(width_in),
                         static_cast<size_t>(width_in) * sizeof(float));
         }
     }
+    const float * rows = uniform ? x : reinterpret_cast<const float *>(gather);
 
     const size_t n_steps = program.steps.size();
     // A step is at most three nodes (an expert's scale) and one leaf. No larger than needed: a layer's
@@ -380,12 +446,29 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
     Context * c   = context.get();
     Graph * graph = lib.ggml_new_graph_custom(c, n_nodes, false);
 
+    const auto no_room = [&]() {
+        return fault.say(KVASIR_KERNEL_COMPUTE_FAILED, "the device wants more room than tensors have");
+    };
+    unsigned char * ids_base =
+        device ? area_base + offset_of_ids : reinterpret_cast<unsigned char *>(ids.data());
     Tensor * id_tensor = lib.ggml_new_tensor_2d(c, TYPE_I32, n_slots, n_tokens);
-    id_tensor->data    = ids.data();
     Tensor * flat_ids  = nullptr; // the same ids as one row, for per-expert scales
     Tensor * value[KVASIR_PROGRAM_STEPS_MAX + 1];
-    value[0]       = lib.ggml_new_tensor_3d(c, TYPE_F32, width_in, 1, n_tokens);
-    value[0]->data = uniform ? const_cast<float *>(x) : reinterpret_cast<float *>(area);
+    value[0] = lib.ggml_new_tensor_3d(c, TYPE_F32, width_in, 1, n_tokens);
+    unsigned char * rows_base =
+        device ? area_base : reinterpret_cast<unsigned char *>(const_cast<float *>(rows));
+    if (!place(value[0], rows_base, area_end) || !place(id_tensor, ids_base, area_end)) {
+        return no_room();
+    }
+    if (device) {
+        lib.ggml_backend_tensor_set(value[0], rows, 0, lib.ggml_nbytes(value[0]));
+        lib.ggml_backend_tensor_set(id_tensor, ids.data(), 0, lib.ggml_nbytes(id_tensor));
+    }
+    // A view knows where it is, but not in which buffer of a device.
+    const auto viewed = [&](Tensor * view) {
+        return device == nullptr || lib.ggml_backend_view_init(view) == STATUS_SUCCESS ? view : nullptr;
+    };
+    Tensor * last = nullptr;
 
     for (size_t i = 0; i < n_steps; ++i) {
         const kvasir_program_step & step = program.steps[i];
@@ -402,10 +485,12 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
             case KVASIR_OP_EXPERT_ADD: result = lib.ggml_add_id(c, a, held, id_tensor); break;
             case KVASIR_OP_EXPERT_SCALE:
                 if (flat_ids == nullptr) {
-                    flat_ids       = lib.ggml_new_tensor_2d(c, TYPE_I32, n_pairs, 1);
-                    flat_ids->data = ids.data();
+                    flat_ids = lib.ggml_new_tensor_2d(c, TYPE_I32, n_pairs, 1);
+                    if (!place(flat_ids, ids_base, area_end)) {
+                        return no_room();
+                    }
                 }
-                node = lib.ggml_get_rows(c, lib.ggml_reshape_3d(c, held, 1, layer.n_held, 1), flat_ids);
+                node = lib.ggml_get_rows(c, viewed(lib.ggml_reshape_3d(c, held, 1, layer.n_held, 1)), flat_ids);
                 break;
             case KVASIR_OP_GLU:
                 result = b ? lib.ggml_glu_split(c, a, b, p[0]) : lib.ggml_glu(c, a, p[0], p[1] != 0);
@@ -416,8 +501,8 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
             case KVASIR_OP_LINEAR: result = lib.ggml_scale_bias(c, a, factors[0], factors[1]); break;
             case KVASIR_OP_MULTIPLY: result = lib.ggml_mul(c, a, b); break;
             default:
-                result = lib.ggml_view_3d(c, a, p[1], n_slots, n_tokens, a->nb[1], a->nb[2],
-                                          static_cast<size_t>(p[0]) * sizeof(float));
+                result = viewed(lib.ggml_view_3d(c, a, p[1], n_slots, n_tokens, a->nb[1], a->nb[2],
+                                                 static_cast<size_t>(p[0]) * sizeof(float)));
                 break;
         }
         if (node == nullptr) {
@@ -427,17 +512,28 @@ int32_t kvasir_kernel::compute(const Layer & layer, const kvasir::Program & prog
             std::memcpy(node->op_params, p, sizeof step.params);
         }
         if (step.op != KVASIR_OP_SLICE) {
-            const int reg = binding.reg[i + 1];
-            node->data    = reg >= 0 ? area + offset_of_reg[reg] : reinterpret_cast<unsigned char *>(out);
+            const int reg            = binding.reg[i + 1];
+            unsigned char * out_base = device ? area_base + offset_of_out : reinterpret_cast<unsigned char *>(out);
+            if (!place(node, reg >= 0 ? area_base + offset_of_reg[reg] : out_base, area_end)) {
+                return no_room();
+            }
+            if (device != nullptr && !lib.ggml_backend_dev_supports_op(device, node)) {
+                return fault.say(KVASIR_KERNEL_COMPUTE_FAILED, "step %zu: the device does not compute %s", i + 1,
+                                 lib.ggml_op_name(node->op));
+            }
+            last = node;
         }
         if (result == nullptr) { // a row of scalars becomes one scalar a pair
-            result = lib.ggml_reshape_3d(c, node, 1, n_slots, n_tokens);
+            result = viewed(lib.ggml_reshape_3d(c, node, 1, n_slots, n_tokens));
         }
         value[i + 1] = result;
         lib.ggml_build_forward_expand(graph, result); // in program order: registers rely on it
     }
     if (lib.ggml_backend_graph_compute(backend, graph) != STATUS_SUCCESS) {
         return fault.say(KVASIR_KERNEL_COMPUTE_FAILED, "ggml could not compute the graph");
+    }
+    if (device) {
+        lib.ggml_backend_tensor_get(last, out, 0, lib.ggml_nbytes(last));
     }
     return KVASIR_KERNEL_DONE;
 }
@@ -452,6 +548,7 @@ extern "C" kvasir_kernel * kvasir_kernel_create(int32_t n_threads, int32_t n_exp
     }
     kernel->n_expert = n_expert;
     kernel->backend  = lib.ggml_backend_cpu_init();
+    kernel->memory   = lib.ggml_backend_cpu_buffer_type();
     ThreadPoolParams params;
     lib.ggml_threadpool_params_init(&params, n_threads);
     params.poll  = 0; // never spin while waiting
@@ -461,6 +558,29 @@ extern "C" kvasir_kernel * kvasir_kernel_create(int32_t n_threads, int32_t n_exp
     }
     lib.ggml_backend_cpu_set_n_threads(kernel->backend, n_threads);
     lib.ggml_backend_cpu_set_threadpool(kernel->backend, kernel->pool);
+    return kernel.release();
+}
+
+extern "C" kvasir_kernel * kvasir_kernel_create_on(void * device, int32_t n_threads, int32_t n_expert) {
+    if (!lib_bound || device == nullptr || n_threads < 1 || n_threads > kThreadsMax || n_expert < 1 ||
+        n_expert > kExpertsMax) {
+        return nullptr;
+    }
+    std::unique_ptr<kvasir_kernel> kernel(new (std::nothrow) kvasir_kernel{});
+    if (!kernel) {
+        return nullptr;
+    }
+    kernel->n_expert = n_expert;
+    kernel->device   = static_cast<Device *>(device);
+    kernel->memory   = lib.ggml_backend_dev_buffer_type(kernel->device);
+    kernel->backend  = lib.ggml_backend_dev_init(kernel->device, nullptr);
+    if (kernel->memory == nullptr || kernel->backend == nullptr) {
+        return nullptr;
+    }
+    kernel->is_processor = lib.ggml_backend_dev_backend_reg(kernel->device) == lib.ggml_backend_cpu_reg();
+    if (kernel->is_processor) {
+        lib.ggml_backend_cpu_set_n_threads(kernel->backend, n_threads);
+    }
     return kernel.release();
 }
 
@@ -523,7 +643,8 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
             return fault.say(KVASIR_KERNEL_INVALID, "%s %s is too large or empty", part, kKindNames[kind]);
         }
     }
-    if (kind == KVASIR_KIND_WEIGHT ? !can_multiply(type, shape[0]) : type != TYPE_F32) {
+    const auto is_fit = kernel->is_processor ? can_multiply : has_blocks;
+    if (kind == KVASIR_KIND_WEIGHT ? !is_fit(type, shape[0]) : type != TYPE_F32) {
         return fault.say(KVASIR_KERNEL_INVALID, "%s %s has type %d, which this kernel cannot use", part,
                          kKindNames[kind], type);
     }
@@ -542,13 +663,23 @@ extern "C" int32_t kvasir_kernel_add_tensor(kvasir_kernel * kernel, int32_t laye
         return fault.say(KVASIR_KERNEL_INVALID, "%s %s is too large", part, kKindNames[kind]);
     }
     const size_t size = held.expert_size * static_cast<size_t>(n_held);
-    held.buffer.reset(lib.ggml_backend_buft_alloc_buffer(lib.ggml_backend_cpu_buffer_type(), size));
+    size_t room       = size;
+    if (kernel->device != nullptr && kind == KVASIR_KIND_WEIGHT &&
+        !device_can_multiply(kernel->device, kernel->memory, type, shape, n_held, room)) {
+        return fault.say(KVASIR_KERNEL_INVALID, "%s %s has type %s, which the device does not multiply by", part,
+                         kKindNames[kind], lib.ggml_type_name(type));
+    }
+    held.buffer.reset(lib.ggml_backend_buft_alloc_buffer(kernel->memory, room));
     if (!held.buffer) {
-        return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for %zu bytes of %s %s", size, part,
+        return fault.say(KVASIR_KERNEL_OUT_OF_MEMORY, "no memory for %zu bytes of %s %s", room, part,
                          kKindNames[kind]);
     }
     void * const base = lib.ggml_backend_buffer_get_base(held.buffer.get());
-    prefer_huge_pages(base, size);
+    if (kernel->device == nullptr) {
+        prefer_huge_pages(base, size);
+    } else {
+        lib.ggml_backend_buffer_set_usage(held.buffer.get(), USAGE_WEIGHTS);
+    }
     if (kind == KVASIR_KIND_WEIGHT) {
         made = lib.ggml_new_tensor_3d(context, type, shape[0], shape[1], n_held);
     } else if (kind == KVASIR_KIND_BIAS) {
@@ -592,8 +723,7 @@ extern "C" int32_t kvasir_kernel_set_expert(kvasir_kernel * kernel, int32_t laye
         return fault.say(KVASIR_KERNEL_INVALID, "an expert has %zu bytes here, not %zu", held.expert_size,
                          size);
     }
-    std::memcpy(static_cast<unsigned char *>(held.tensor->data) + static_cast<size_t>(local) * size, data,
-                size);
+    lib.ggml_backend_tensor_set(held.tensor, data, static_cast<size_t>(local) * size, size);
     if (!held.set[local]) {
         held.set[local] = true;
         ++held.n_set;

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir_node.ggml_devices import GgmlDevice, choose_device, list_backends, list_devices, trunk_device
+from kvasir_node.ggml_devices import (
+    GgmlDevice,
+    choose_device,
+    choose_worker_device,
+    devices_seen_by_child,
+    list_backends,
+    list_devices,
+    trunk_device,
+)
 from kvasir_proto.errors import ConfigurationInvalid
 
 CPU = GgmlDevice("CPU", "", "cpu", 0, 0, 1)
@@ -36,6 +44,35 @@ def test_what_is_not_there_or_holds_no_trunk_is_refused_by_name(wanted: str) -> 
         choose_device(wanted, [CPU, BLAS, SECOND])
     assert repr(wanted) in str(refused.value)
     assert "CUDA0" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "wanted, devices, chosen",
+    [
+        ("auto", [CPU, BUILT_IN, FIRST], FIRST),
+        ("cuda0", [FIRST, SECOND, CPU], SECOND),
+        ("CPU", [FIRST, CPU], CPU),
+        ("BLAS", [BLAS, CPU], BLAS),
+    ],
+)
+def test_experts_may_be_on_any_device(wanted: str, devices: list[GgmlDevice], chosen: GgmlDevice) -> None:
+    assert choose_worker_device(wanted, devices) is chosen
+
+
+@pytest.mark.parametrize("wanted", ["auto", "none", "CUDA1", ""])
+def test_a_device_for_experts_that_is_not_there_is_refused(wanted: str) -> None:
+    with pytest.raises(ConfigurationInvalid, match="its devices are CPU, BLAS") as refused:
+        choose_worker_device(wanted, [CPU, BLAS])
+    assert wanted == "auto" or repr(wanted) in str(refused.value)
+
+
+def test_a_child_sees_what_this_process_sees() -> None:
+    found = devices_seen_by_child()
+    assert [(each.name, each.kind, each.description) for each in found] == [
+        (each.name, each.kind, each.description) for each in list_devices()
+    ]
+    assert {each.address for each in found} == {0}
+    assert all(0 < len(each.word) <= 64 for each in found)
 
 
 def test_the_installed_ggml_has_this_processor() -> None:

@@ -182,7 +182,7 @@ def test_more_than_the_pipe_takes_is_refused_unsent(monkeypatch: pytest.MonkeyPa
 
 
 def test_names_are_those_of_the_protocol() -> None:
-    others = {"ggml-cpu", "opencl", "emulated-f16"}
+    others = {"ggml-cpu", "opencl", "ggml-device", "emulated-f16"}
     assert set(HOST_BUILDS) == set(get_args(Kernel)) - others
     script = (Path(__file__).parents[2] / "deploy" / "kernel-hosts").read_text("utf-8")
     assert f"ALL=({' '.join(HOST_BUILDS)})" in script
