@@ -19,7 +19,8 @@ from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp
 
 _ROWS: Final = 64
-_BLOCK: Final = 32
+_BLOCKS: Final = {"q8_0": 32, "q8_K": 256}
+"""Values that share a step."""
 _PRODUCT: Final = ExpertProgram(
     (ProgramStep(StepOp.EXPERT_MATMUL, 0, tensor="ffn_gate_exps.weight"),), input_per_slot=False
 )
@@ -34,7 +35,7 @@ def processor_of(kernel: ExpertKernel, experts: SyntheticExperts, form: str, bat
     names = processors_of([form])
     if len(names) == 1:
         return names[0]
-    rows = rows_near_ties(experts.shape.n_embd)
+    rows = rows_near_ties(experts.shape.n_embd, _BLOCKS[form])
     asked = np.resize(rows, (-(-_ROWS // batch_class) * batch_class, rows.shape[1]))
     calls = [asked[first : first + batch_class] for first in range(0, len(asked), batch_class)]
     found = np.concatenate([compute(kernel, _PRODUCT, each, 0) for each in calls])[:_ROWS]
@@ -49,12 +50,12 @@ def processor_of(kernel: ExpertKernel, experts: SyntheticExperts, form: str, bat
     return min(distances, key=distances.__getitem__)
 
 
-def rows_near_ties(width: int) -> Float32Array:
-    """Rows of which about every hundredth value is rounded to Q8_0 in more than one way."""
+def rows_near_ties(width: int, block: int) -> Float32Array:
+    """Rows of blocks that share a step; some values in a hundred are rounded in more than one way."""
     draws = np.random.default_rng(3)
-    n_block = -(-width // _BLOCK)
+    n_block = -(-width // block)
     largest = draws.uniform(0.1, 10, (_ROWS, n_block, 1))
-    blocks = (draws.integers(-100, 100, (_ROWS, n_block, _BLOCK)) + 0.5) * largest / 127
+    blocks = (draws.integers(-100, 100, (_ROWS, n_block, block)) + 0.5) * largest / 127
     blocks[:, :, 7] = largest[:, :, 0]
     rows: Float32Array = blocks.astype(np.float32).reshape(_ROWS, -1)[:, :width]
     return np.ascontiguousarray(rows)

@@ -2,9 +2,10 @@
 
 Decides nothing: it says what ggml 0.25.3 does, where the type of the weights fixes the form in which the
 other factor is taken. Kernels of one equivalence class must round exactly so; kernels that do not differ by
-a hundredth, which no precision of the sum repairs. Of Q8_0 ggml itself has three roundings, by processor:
-they part where a value lies within a last bit of a tie. Apart from the reference kernel because probes and
-other backends' tests need the formats alone. Results are what the rounded form stands for, exactly.
+a hundredth, which no precision of the sum repairs. Of Q8_0 ggml itself has three roundings and of Q8_K two,
+by what it was compiled for and with: they part where a value lies within a last bit of a tie. Apart from the
+reference kernel because probes and other backends' tests need the formats alone. Results are what the
+rounded form stands for, exactly.
 """
 
 from __future__ import annotations
@@ -83,13 +84,33 @@ def _of_quants(quants: npt.NDArray[np.floating], largest: Float32Array) -> Float
 def as_q8_k(rows: Float32Array) -> Float64Array:
     """Blocks of 256: quants of one F32 step, with the value of largest size at -127 (the first of equals)."""
     blocks = rows.reshape(-1, _Q8_K_BLOCK)
+    inverse = _inverse_of_extreme(blocks)
+    return _of_q8_k_quants(np.rint(blocks * inverse), inverse).reshape(rows.shape)
+
+
+def as_q8_k_fused(rows: Float32Array) -> Float64Array:
+    """As `as_q8_k`, but products are not rounded before they are rounded to whole numbers: ggml where its
+    compiler makes one instruction of multiplying and adding, as GCC does for ARM.
+    """
+    blocks = rows.reshape(-1, _Q8_K_BLOCK)
+    inverse = _inverse_of_extreme(blocks)
+    quants = np.rint(blocks.astype(np.float64) * inverse.astype(np.float64))
+    return _of_q8_k_quants(quants, inverse).reshape(rows.shape)
+
+
+def _inverse_of_extreme(blocks: Float32Array) -> Float32Array:
     first = np.abs(blocks).argmax(axis=1)
     extreme = np.take_along_axis(blocks, first[:, None], axis=1)
-    inverse = np.divide(np.float32(-127), extreme, out=np.zeros_like(extreme), where=extreme != 0)
-    quants = np.minimum(np.rint(blocks * inverse), np.float32(127))
+    inverse: Float32Array = np.divide(
+        np.float32(-127), extreme, out=np.zeros_like(extreme), where=extreme != 0
+    )
+    return inverse
+
+
+def _of_q8_k_quants(quants: npt.NDArray[np.floating], inverse: Float32Array) -> Float64Array:
     step = np.divide(np.float32(1), inverse, out=np.zeros_like(inverse), where=inverse != 0)
-    values: Float64Array = quants.astype(np.float64) * step.astype(np.float64)
-    return values.reshape(rows.shape)
+    values: Float64Array = np.minimum(quants, 127).astype(np.float64) * step.astype(np.float64)
+    return values
 
 
 ACTIVATION_ROUNDINGS: Final[Mapping[str, Callable[[Float32Array], Float64Array]]] = MappingProxyType(
@@ -103,7 +124,7 @@ ROUNDINGS_OF_PROCESSOR: Final[Mapping[str, Mapping[str, Callable[[Float32Array],
     MappingProxyType(
         {
             USUAL_PROCESSOR: ACTIVATION_ROUNDINGS,
-            "NEON": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_on_arm}),
+            "NEON": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_on_arm, "q8_K": as_q8_k_fused}),
             "plain C": MappingProxyType({**ACTIVATION_ROUNDINGS, "q8_0": as_q8_0_in_plain_c}),
         }
     )

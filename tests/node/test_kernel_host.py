@@ -24,7 +24,7 @@ from kvasir_node.certification.crafted_weights import random_rows
 from kvasir_node.certification.processor_rounding import processor_of, rows_near_ties
 from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts
 from kvasir_node.kernels import kernel_host
-from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR
+from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR, processors_of
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
 from kvasir_node.kernels.host_builds import HOST_BUILDS, HOSTS_DIRECTORY, host_command
@@ -332,7 +332,7 @@ def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
     blocks[np.arange(256), np.arange(256) // 32, 2 + np.arange(256) % 32] = 1
     bench.quantised = dict.fromkeys(bench.quantised, blocks.tobytes() * N_EXPERT)
     one = hosted(bench, name)
-    rows = np.concatenate([rows_near_ties(256), difficult_values()[:16]])
+    rows = np.concatenate([rows_near_ties(256, 32), difficult_values()[:16]])
     product = ExpertProgram((matmul(0, "up"),), input_per_slot=False)
     found = compute(one, one.add_program(product), rows, list(range(len(rows))), [0] * len(rows))
     one.close()
@@ -344,12 +344,14 @@ def test_a_host_rounds_rows_to_q8_0_as_its_processor_does(name: Kernel) -> None:
     assert alike == [PROCESSOR_OF[name]]
 
 
-def test_how_a_host_rounds_is_found(name: Kernel) -> None:
-    shape = ExpertShape(64, 64)
-    gate = random_rows("q8_0", shape.n_ff, shape.n_embd, np.random.default_rng(1))[None]
-    experts = SyntheticExperts(shape, "q8_0", {"gate": gate})
+@pytest.mark.parametrize("weight_type, form", [("q8_0", "q8_0"), ("q4_K", "q8_K")])
+def test_how_a_host_rounds_is_found(name: Kernel, weight_type: str, form: str) -> None:
+    shape = ExpertShape(256, 256)
+    gate = random_rows(weight_type, shape.n_ff, shape.n_embd, np.random.default_rng(1))[None]
+    experts = SyntheticExperts(shape, weight_type, {"gate": gate})
     one = experts.load(partial(make_kernel, name))
-    assert [processor_of(one, experts, "q8_0", each) for each in (1, 8, 512)] == [PROCESSOR_OF[name]] * 3
+    expected = PROCESSOR_OF[name] if PROCESSOR_OF[name] in processors_of([form]) else "AVX"
+    assert [processor_of(one, experts, form, each) for each in (1, 8, 512)] == [expected] * 3
     one.close()
 
 
