@@ -1,8 +1,7 @@
 """A swarm of unlike workers: ggml, an OpenCL device and an ARM processor under qemu, each with a part.
 
 As a command, `python -m tests.loopback.mixed_swarm --positions 4096`: how far its logits are from a single
-process's on the prose of this repository's documentation, which the model was not trained on, as one JSON
-object.
+process's on the text that was held out when the model was trained, as one JSON object.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,14 +125,12 @@ class MixedSwarm:
             nursery.cancel_scope.cancel()
 
 
-def prose_tokens(n_tokens: int) -> tuple[int, ...]:
-    """The first tokens of the documentation, by the demo model's tokeniser."""
+def held_out_tokens(n_tokens: int) -> tuple[int, ...]:
+    """The first tokens of the held-out text, by the demo model's tokeniser."""
     import llama_cpp
 
     silence()
-    documentation = Path(__file__).parents[2] / "docs"
-    text = "\n".join(path.read_text("utf-8") for path in sorted(documentation.glob("explanation/*.md")))
-    data = text.encode()
+    data = DEMO_MODEL.with_name("held-out.txt").read_bytes()
     parameters = llama_cpp.llama_model_default_params()
     parameters.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(bytes(DEMO_MODEL), parameters)
@@ -140,7 +138,7 @@ def prose_tokens(n_tokens: int) -> tuple[int, ...]:
     vocabulary = llama_cpp.llama_model_get_vocab(model)
     count = llama_cpp.llama_tokenize(vocabulary, data, len(data), tokens, len(tokens), False, False)
     llama_cpp.llama_model_free(model)
-    assert count >= n_tokens, f"the documentation has {count} tokens only"
+    assert count >= n_tokens, f"the held-out text has {count} tokens only"
     return tuple(tokens[:n_tokens])
 
 
@@ -166,8 +164,9 @@ def main() -> int:
     reason = why_not()
     if reason:
         sys.exit(reason)
-    tokens = prose_tokens(n_windows * WINDOW)
-    with tempfile.TemporaryDirectory(prefix="kvasir-") as directory:
+    tokens = held_out_tokens(n_windows * WINDOW)
+    # What engines log goes elsewhere than the result.
+    with tempfile.TemporaryDirectory(prefix="kvasir-") as directory, redirect_stdout(sys.stderr):
         swarm = MixedSwarm(Path(directory))
         try:
             windows = []
