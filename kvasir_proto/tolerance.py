@@ -22,7 +22,7 @@ POOLED_ROWS_MIN: Final = 64
 _F32_GATE: Final = 2e-6
 _F32_GATE_WIDTH: Final = 3072
 _ROUNDED_GATES: Final[Mapping[str, float]] = MappingProxyType(
-    {"F16": 5e-5, "BF16": 1.5e-4, "Q8_0": 3e-4, "Q8_K": 3e-4}
+    {"F16": 5e-5, "BF16": 1.5e-4, "Q8_0": 3e-4, "Q8_K": 4.5e-4}
 )
 """At n_ff 1024; they go with the root of 1 / n_ff. Where rows are rounded on the way, a last bit of a hidden
 value can move what it is rounded to, and the fewer hidden values there are, the more each one weighs."""
