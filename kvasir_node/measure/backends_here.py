@@ -17,6 +17,7 @@ from kvasir_node.certification.synthetic_model import MakeKernel
 from kvasir_node.ggml_devices import list_devices
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.host_builds import built_hosts
+from kvasir_node.kernels.liars import LYING_KERNELS
 from kvasir_node.kernels.opencl import Accumulator as OpenClSums
 from kvasir_node.kernels.opencl import OpenClKernel
 from kvasir_node.kernels.opencl_devices import OpenClDevice, devices_seen_by_child
@@ -56,7 +57,6 @@ def backends_here(
     except ConfigurationInvalid as error:
         say(f"no OpenCL backend: {error}")
         devices = ()
-    reasons = built_hosts()
     found: list[Backend] = []
     hosts = ask_hosts()
     for name in get_args(Kernel):
@@ -66,9 +66,7 @@ def backends_here(
             found += [_on_device(device, devices, OpenClSums.F32, threads) for device in devices]
         elif name == _ON_GGML_DEVICES:
             found += [_on_ggml_device(each.name, threads) for each in list_devices() if each.kind != "cpu"]
-        elif reasons.get(name):
-            say(f"no {name}: {reasons[name]}")
-        else:
+        elif name not in LYING_KERNELS:
             found.append(Backend(name, name in _EMULATED_KERNELS, _named(name, threads)))
     found += [
         Backend(EXACT, True, _in_numpy(Arithmetic.AS_GGML)),
