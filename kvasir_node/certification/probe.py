@@ -76,6 +76,10 @@ _OFFSETS: Final = (
 )
 _RANDOM_OFFSETS: Final = 4
 _PAIR_EXPONENTS: Final = (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 18, 20, 22, 23, 24)
+_PAIR_EXPONENT_MAX: Final = {"q6_K": 18}
+"""Of types that keep their numbers with an offset, which some kernels take away after they have added up: a
+small term is lost beside it that would not have been beside the large one."""
+
 _BLOCK_PAIR_EXPONENTS: Final = (9, 10, 11, 12, 13, 14, 15)
 _CANCELLATION_EXPONENTS: Final = (7, 8, 11, 14, 20, 28)
 _ROUNDING_BITS: Final = tuple(range(5, 25))
@@ -289,8 +293,11 @@ class _Questions:
     def _ask_pairs(self) -> None:
         """1 + 2^-k, at every distance, for every k that the type can hold there."""
         values, asked = [], []
+        exponent_max = _PAIR_EXPONENT_MAX.get(self._type_name, max(_PAIR_EXPONENTS))
         for offset, column in self._partners.items():
             for exponent in _PAIR_EXPONENTS:
+                if exponent > exponent_max:
+                    break
                 values.append(
                     self._weights_at((self._first, _LARGE_WEIGHT), (column, _TERM * 2.0**-exponent))
                 )

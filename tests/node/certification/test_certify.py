@@ -42,14 +42,14 @@ def test_ggml_is_fit_for_everything() -> None:
     found = certify_kernel(
         ggml,
         ExpertShape(256, 256),
-        ["q8_0", "q4_K"],
+        ["q8_0", "q4_K", "q5_K", "q6_K"],
         other_types=["f32", "f16", "bf16", "q8_0"],
         batch_classes=(1, 8, 64),
         say=said.append,
     )
     assert [(each.weight_type, each.batch_class) for each in found.classes] == [
         (weight_type, batch_class)
-        for weight_type in ("q8_0", "q4_K", "f32", "f16", "bf16")
+        for weight_type in ("q8_0", "q4_K", "q5_K", "q6_K", "f32", "f16", "bf16")
         for batch_class in (1, 8, 64)
     ]
     for each in found.classes:
@@ -63,12 +63,12 @@ def test_ggml_is_fit_for_everything() -> None:
     kept = found.measured(backend="", device="x86_64", kernel_build="b", model_digest=bytes(32), seed=0)
     assert kept.kernel_classes == (
         KernelClass(("q8_0",), (1, 8, 64), "Q8_0", "F32", True, True),
-        KernelClass(("q4_K",), (1,), "Q8_K", "F32", True, True),
-        KernelClass(("q4_K",), (8, 64), "Q8_K", "F32", True, False),
+        KernelClass(("q4_K", "q5_K", "q6_K"), (1,), "Q8_K", "F32", True, True),
+        KernelClass(("q4_K", "q5_K", "q6_K"), (8, 64), "Q8_K", "F32", True, False),
     )
     assert (kept.fit, kept.unfit, kept.accumulation) == (("backbone", "output", "bulk"), (), "F32")
     assert all(each.passed and each.rel_l2 is not None and each.gate is not None for each in kept.classes)
-    assert len(said) == 5 * 3 * 3
+    assert len(said) == 7 * 3 * 3
 
 
 class Faulty(GgmlCpuKernel):
@@ -168,11 +168,11 @@ def test_planted_faults(make: MakeKernel, serves_bulk: bool, reason: str | None)
 
 
 def test_a_model_whose_types_nobody_can_craft_is_fit_for_nothing_that_matters() -> None:
-    found = certify_kernel(ggml, SHAPE, ["q6_K", "f32"], other_types=["q4_K"], batch_classes=(8,))
-    assert found.not_probed == ("q6_K",)
+    found = certify_kernel(ggml, SHAPE, ["q3_K", "f32"], other_types=["q4_K"], batch_classes=(8,))
+    assert found.not_probed == ("q3_K",)
     assert {each.weight_type for each in found.classes} == {"f32"}
     assert (found.fit.backbone, found.fit.output, found.fit.bulk) == (False, False, True)
-    assert "q6_K" in found.fit.reason
+    assert "q3_K" in found.fit.reason
     assert found.accumulation == "UNKNOWN"
     assert fit_of((), ()).bulk is False
 

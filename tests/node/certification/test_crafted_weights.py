@@ -56,11 +56,44 @@ def test_what_a_row_was_asked_to_hold_it_holds(
         ("q4_K", ((0, 1.0), (1, 2.0**-4))),
         ("q4_K", ((0, 1.0), (32, 2.0**-9))),
         ("q4_K", ((0, -1.0),)),
+        ("q5_K", ((0, 1.0), (1, 2.0**-5))),
+        ("q5_K", ((0, 1.0), (32, 2.0**-10))),
+        ("q5_K", ((0, -1.0),)),
+        ("q6_K", ((0, 1.0), (1, 2.0**-5))),
+        ("q6_K", ((0, 1.0), (16, 2.0**-11))),
+        ("q6_K", ((0, 1.0), (1, -(2.0**-6)))),
     ],
 )
 def test_what_a_type_cannot_hold_is_said(type_name: str, entries: tuple[tuple[int, float], ...]) -> None:
     _, written = exact_rows(type_name, np.concatenate([powers_at(*entries), powers_at((5, 1.0))]))
     assert written.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    "type_name, entries",
+    [
+        ("q5_K", ((0, 1.0), (1, 2.0**-4), (2, 31 * 2.0**-4))),
+        ("q5_K", ((0, 1.0), (32, 2.0**-9))),
+        ("q6_K", ((0, 1.0), (1, 2.0**-4), (2, -2.0))),
+        ("q6_K", ((0, 1.0), (16, 2.0**-10), (31, -(2.0**-10)))),
+        ("q6_K", ((0, -31.0), (255, 31.0))),
+    ],
+)
+def test_the_widest_that_types_of_two_scales_hold(
+    type_name: str, entries: tuple[tuple[int, float], ...]
+) -> None:
+    values = powers_at(*entries)
+    data, written = exact_rows(type_name, values)
+    assert written.all()
+    assert np.array_equal(expanded(type_name, data), values)
+
+
+@pytest.mark.parametrize("type_name", ["q8_0", "q4_K", "q5_K", "q6_K"])
+def test_every_column_has_its_own_place(type_name: str) -> None:
+    draws = np.random.default_rng(4)
+    columns = np.arange(512)
+    single = expanded(type_name, single_weights(type_name, columns, 512, draws))
+    assert np.array_equal(np.nonzero(single), (columns, columns))
 
 
 def test_random_rows_of_exact_values_are_written_or_refused_but_never_wrong() -> None:
@@ -88,6 +121,6 @@ def test_noise_has_a_deviation_near_one_and_single_weights_need_all_bits(type_na
     assert (np.count_nonzero(single, axis=1) == 1).all()
     values = single[np.arange(16), columns]
     # No value survives the loss of its type's last bit.
-    bits = {"f32": 24, "f16": 11, "bf16": 8, "q8_0": 12, "q4_K": 14}[type_name]
+    bits = {"f32": 24, "f16": 11, "bf16": 8, "q8_0": 12, "q4_K": 14, "q5_K": 14, "q6_K": 12}[type_name]
     mantissas = np.frexp(values)[0] * 2.0 ** (bits - 1)
     assert (mantissas != np.rint(mantissas)).all()

@@ -17,6 +17,7 @@ from kvasir_proto.manifest import ModelManifest, ShardSet
 from tests.node.certification.emulated_kernels import HELD_OUT, NARROW, TABLE, Emulated
 
 SHAPE = ExpertShape(512, 1024)
+K_QUANTS = ("q4_K", "q5_K", "q6_K")
 IN_QUANTISED_TYPES = ("f64", "f32-16-lanes", "f16-16-lanes", "bf16-16-lanes", "f16-blocks-of-32")
 """Weights that hold fewer ratios are asked fewer questions."""
 
@@ -25,7 +26,7 @@ IN_QUANTISED_TYPES = ("f64", "f32-16-lanes", "f16-16-lanes", "bf16-16-lanes", "f
 @pytest.mark.parametrize(
     "name, type_name",
     [(name, "f32") for name in TABLE]
-    + [(name, type_name) for name in IN_QUANTISED_TYPES for type_name in ("q8_0", "q4_K")],
+    + [(name, type_name) for name in IN_QUANTISED_TYPES for type_name in ("q8_0", *K_QUANTS)],
 )
 def test_every_emulated_kernel_is_called_what_it_is(name: str, type_name: str) -> None:
     expected = TABLE[name]
@@ -48,8 +49,8 @@ def require_class(
     found: ProductFigures, expected: Emulated, type_name: str = "", rounding: str = "nearest"
 ) -> None:
     answer = classify(found.figures)
-    if expected.accumulator == "F64" and type_name == "q4_K":
-        # Two or four blocks of Q4_K have too few places for terms that cancel.
+    if expected.accumulator == "F64" and type_name in K_QUANTS:
+        # Two or four blocks of K-quants have too few places for terms that cancel.
         expected = replace(expected, accumulator="F32")
     assert (answer.accumulator, answer.accumulation, answer.activation, answer.range) == (
         expected.accumulator,
@@ -64,7 +65,15 @@ def require_class(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "type_name, activation",
-    [("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0"), ("q4_K", "Q8_K")],
+    [
+        ("f32", "F32"),
+        ("f16", "F16"),
+        ("bf16", "BF16"),
+        ("q8_0", "Q8_0"),
+        ("q4_K", "Q8_K"),
+        ("q5_K", "Q8_K"),
+        ("q6_K", "Q8_K"),
+    ],
 )
 def test_ggml_adds_in_f32_and_rounds_rows_as_its_class_does(type_name: str, activation: str) -> None:
     found = list(probe_kernel(GgmlCpuKernel, type_name, SHAPE, (1, 8, 64), seed=5))
@@ -78,7 +87,7 @@ def test_ggml_adds_in_f32_and_rounds_rows_as_its_class_does(type_name: str, acti
         assert figures.stagnation == 1
         assert figures.effective_bits > 19
         # Tiled kernels of K-quants begin at 8 rows, and round otherwise.
-        assert figures.batch_invariant == (type_name != "q4_K" or each.batch_class == 1)
+        assert figures.batch_invariant == (type_name not in K_QUANTS or each.batch_class == 1)
 
 
 def by_batch(small: MakeKernel, large: MakeKernel, rows_from: int) -> MakeKernel:
@@ -137,7 +146,7 @@ def test_a_kernel_that_does_not_repeat_itself_is_seen() -> None:
 
 @pytest.mark.parametrize(
     "type_name, n_embd, n_ff",
-    [("q4_K", 256, 128), ("q4_K", 128, 256), ("q8_0", 80, 64), ("f32", 64, 32), ("q6_K", 256, 256)],
+    [("q4_K", 256, 128), ("q4_K", 128, 256), ("q8_0", 80, 64), ("f32", 64, 32), ("q3_K", 256, 256)],
 )
 def test_shapes_that_a_type_cannot_have_or_that_are_too_narrow_are_refused(
     type_name: str, n_embd: int, n_ff: int

@@ -55,13 +55,24 @@ def test_a_models_own_types_and_shapes_count(tmp_path: Path) -> None:
     shape = ModelShape(n_layer=1, n_embd=256, n_ff=256, n_expert=2, n_expert_used=1, head_size=64)
     path = quantise(make_qwen3moe(tmp_path / "source.gguf", shape), tmp_path / "mixed.gguf", "Q4_K_M")
     outcome = call("certify", "--json", "--model", str(path), *SHORT, "--weight-types", "q4_K", home=tmp_path)
-    assert outcome.status == 9
+    assert outcome.status == 0, outcome.err
     found = outcome.document
     assert (found["n_embd"], found["n_ff"]) == (256, 256)
-    assert (found["model_types"], found["not_probed"]) == (["q4_K", "q6_K"], ["q6_K"])
-    assert [each["passed"] for each in found["classes"]] == [True]
+    assert (found["model_types"], found["not_probed"]) == (["q4_K", "q6_K"], [])
+    assert [each["passed"] for each in found["classes"]] == [True, True]
+    assert found["fit"] == {"backbone": True, "output": True, "bulk": True, "reason": ""}
+
+
+@pytest.mark.slow
+def test_a_model_with_a_type_that_cannot_be_probed_is_out_of_tolerance(tmp_path: Path) -> None:
+    shape = ModelShape(n_layer=1, n_embd=256, n_ff=256, n_expert=2, n_expert_used=1, head_size=64)
+    path = quantise(make_qwen3moe(tmp_path / "source.gguf", shape), tmp_path / "mixed.gguf", "Q3_K_M")
+    outcome = call("certify", "--json", "--model", str(path), *SHORT, "--weight-types", "q4_K", home=tmp_path)
+    assert outcome.status == 9
+    found = outcome.document
+    assert "q3_K" in found["not_probed"]
     assert found["fit"]["output"] is False
-    assert "q6_K" in outcome.err.splitlines()[-1]
+    assert "q3_K" in outcome.err.splitlines()[-1]
 
 
 def test_shapes_of_no_model(tmp_path: Path) -> None:
@@ -78,7 +89,7 @@ def test_shapes_of_no_model(tmp_path: Path) -> None:
         (("--shape", "64x32"), "widths from 64"),
         (("--shape", "99999x64"), "widths from 64 to 16384"),
         (("--shape", "64x64", "--model", "demo"), "one of --model and --shape"),
-        (("--weight-types", "q6_K"), "and not 'q6_K'"),
+        (("--weight-types", "q3_K"), "and not 'q3_K'"),
         (("--batch-classes", "1,7"), "and not '7'"),
     ],
 )
