@@ -59,9 +59,9 @@ def test_it_says_what_it_computes_with(swarm: tuple[Daemon, Daemon]) -> None:
     founder, worker = swarm
     name = opencl_devices()[0][0].word
     own = worker.wait_state("ready")
-    assert (own["backend"], own["device"], own["accumulation"]) == ("opencl", name, "UNKNOWN")
+    assert (own["backend"], own["device"], own["accumulation"]) == ("opencl", name, "F32")
     (seen,) = founder.wait_state("ready")["members"]
-    assert (seen["backend"], seen["device"], seen["accumulation"]) == ("opencl", name, "UNKNOWN")
+    assert (seen["backend"], seen["device"], seen["accumulation"]) == ("opencl", name, "F32")
 
 
 def test_it_serves_within_tolerance(swarm: tuple[Daemon, Daemon], tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_an_honest_kernel_is_verified_and_another_seed_is_other_evidence(
     first, second = found(worker), found(worker, seed=8)
     for each in (first, second):
         assert (each.outcome, each.n_rows, each.request) == ("verified", 2 * N_ROWS, 3), each.reason
-        assert each.reason == f"{2 * N_ROWS} rows of 2 experts"
+        assert each.reason == f"{2 * N_ROWS} rows, experts asked: 2"
     assert first.evidence != second.evidence
     worker.wait(lambda: worker.statistics()["connections"] == 0)  # it hangs up
 
@@ -187,6 +187,14 @@ def test_rows_that_would_not_show_short_sums_verify_nobody(
     heard = found(serve())
     assert heard.outcome == "inconclusive"
     assert "would not have shown" in heard.reason
+
+
+def test_what_takes_long_is_asked_of_fewer_experts_and_of_one_at_least(
+    serve: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUDGET_S", 0.0)
+    heard = found(serve())
+    assert (heard.outcome, heard.n_rows) == ("verified", N_ROWS)
 
 
 def test_one_row_short_in_a_large_batch_alone_is_seen(serve: Callable[..., Worker]) -> None:
