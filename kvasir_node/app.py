@@ -40,6 +40,7 @@ from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity, load_or_create_identity
+from kvasir_node.net.last_port import LastPort
 from kvasir_node.net.swarm_network import Libp2pSwarmNetwork, NetworkOptions
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import Claim, EnginePort
@@ -337,10 +338,15 @@ class Node:
     async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
         home, configuration = self._home, self._home.configuration
         await trio.to_thread.run_sync(self._check_home, abandon_on_cancel=True)
+        last_port = LastPort(home.locations.state / "listen-port")
         options = HostOptions(
-            configuration.listen_host, configuration.listen_port, health_interval_s=HEALTH_INTERVAL_S
+            configuration.listen_host,
+            configuration.listen_port,
+            last_port=last_port.load(),
+            health_interval_s=HEALTH_INTERVAL_S,
         )
         async with Libp2pHost(home.identity, options) as host:
+            await trio.to_thread.run_sync(last_port.save, host.port)
             duty = await trio.to_thread.run_sync(self._make_duty, host, abandon_on_cancel=True)
             host.set_stream_handler(duty.serve_stream)
             self._addresses = host.addresses()

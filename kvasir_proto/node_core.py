@@ -778,19 +778,22 @@ class NodeCore:
             if self._membership.live_count == 1:
                 return "isolated", f"no member answers, and the backbone {fence.backbone} {seen}"
             return "electing", f"the backbone {fence.backbone} {seen}"
+        said = self._book.record_of(fence.backbone)
+        is_served = said is not None and said.state in ("ready", "degraded")
         if self._plan is None or not _is_of(self._plan, fence):
             # A plan is offered to those it names before anybody else: whose backbone serves is not needed.
-            said = self._book.record_of(fence.backbone)
-            is_served = said is not None and said.state in ("ready", "degraded")
             return ("ready", _NOT_NEEDED) if is_served else ("joining", "no plan yet")
         if self._refusal is not None:
             return "degraded", self._refusal.reason
         shard = self._plan.shard_of(self._node_id)
-        if not len(shard) and self._held is None:
-            return "ready", _NOT_NEEDED
-        if self._served != self._plan:
+        is_needed = bool(len(shard)) or self._held is not None
+        if is_needed and self._served != self._plan:
             return "loading", f"loading {len(shard)} experts"
-        return "ready", ""
+        if said is not None and not is_served:
+            # Nobody is served by a swarm whose backbone is not: what it waits for is its own to say.
+            why = f": {said.reason}" if said.reason else ""
+            return "joining", as_sentence(f"the backbone {fence.backbone} is {said.state}{why}")
+        return "ready", "" if is_needed else _NOT_NEEDED
 
     def _state_of_backbone(self, fence: ProvenTerm) -> tuple[NodeState, str]:
         if self._election.lease_until is None:
@@ -1226,12 +1229,23 @@ class NodeCore:
         return self._live_ranks
 
     def _note_engine_death(self, reason: str, now: Now) -> None:
-        """Count it; after too many leave the lease to somebody else, if there is anybody."""
-        if not self._steadiness.note_death(reason, now.instant):
+        """Count it; after too many leave the lease to somebody else, if there is anybody.
+
+        Whoever is elected again all the same leaves it again, but only to one whose own engine is well: where
+        all die the lease goes round once.
+        """
+        is_new = self._steadiness.note_death(reason, now.instant)
+        if self._steadiness.is_steady:
             return
-        self._effects.append(Notice("backbone_engine_unsteady", (("reason", self._steadiness.reason),)))
+        if is_new:
+            self._effects.append(Notice("backbone_engine_unsteady", (("reason", self._steadiness.reason),)))
         self._review_candidacy(now)
-        others = [rank for rank in self._ranks_alive() if rank.node_id != self._node_id]
+        others = [
+            rank.node_id
+            for rank in self._ranks_alive()
+            if rank.node_id != self._node_id
+            and (is_new or self._standing[rank.node_id].record.state == "ready")
+        ]
         if others and self._election.role is not Role.FOLLOWER:
             self._election.command(StepDown("its engine keeps dying"), now)
         self._note_change(now.instant)

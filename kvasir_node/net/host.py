@@ -77,6 +77,8 @@ class HostOptions:
     listen_host: str = "127.0.0.1"
     """An IP address of this machine, or a wildcard."""
     listen_port: int = 0
+    last_port: int = 0
+    """Listened at instead of any free port, if it is free; 0 where none is known."""
     announce: tuple[str, ...] = ()
     """Addresses to give to others instead of those listened at, for a port that somebody forwards."""
     connections_max: int = 512
@@ -203,6 +205,11 @@ class Libp2pHost:
         self._tasks.start_soon(self._converse, node_id, control)
         return control
 
+    @property
+    def port(self) -> int:
+        """The TCP port it listens at."""
+        return self._port
+
     async def disconnect(self, node_id: NodeId) -> None:
         """Drop every connection to that node. It may connect again."""
         for connection in self._live(libp2p_id_of(node_id)):
@@ -214,7 +221,7 @@ class Libp2pHost:
 
     async def __aenter__(self) -> Libp2pHost:
         options = self._options
-        socket = open_listening_socket(options.listen_host, options.listen_port)
+        socket = open_listening_socket(options.listen_host, options.listen_port, options.last_port)
         try:
             self._start(socket)
         except BaseException:
@@ -238,6 +245,7 @@ class Libp2pHost:
         inbound_max = options.connections_max - options.connections_max // 8
         announced = [Multiaddr(each) for each in options.announce] or list(reachable_addresses(socket))
         self._bound_address = reachable_addresses(socket)[0]
+        self._port = int(socket.socket.getsockname()[1])
         self._host = new_host(
             key_pair=key_pair,
             # Left to its defaults, a host accepts a caller that speaks no encryption at all.

@@ -11,6 +11,7 @@ closed on without one, for a time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -41,11 +42,14 @@ Admit = Callable[[RawConnection], Awaitable[None]]
 """Does the handshake on an accepted connection and returns when the connection has ended."""
 
 
-def open_listening_socket(host: str, port: int) -> trio.SocketListener:
-    """A socket that listens at an IP address and port; port 0 takes any that is free.
+def open_listening_socket(host: str, port: int, last_port: int = 0) -> trio.SocketListener:
+    """A socket that listens at an IP address and port; port 0 takes the last port if it is free, else any.
 
     Raises `PortInUse` when the port is taken, `ConfigurationInvalid` when the address cannot be listened at.
     """
+    if not port and last_port:
+        with contextlib.suppress(PortInUse, ConfigurationInvalid):  # for one below 1024 it may lack the right
+            return open_listening_socket(host, last_port)
     address = ipaddress.ip_address(host)
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     plain = socket.socket(family, socket.SOCK_STREAM)

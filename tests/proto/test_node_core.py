@@ -1033,3 +1033,45 @@ def test_a_holder_that_answers_later_than_it_says_is_asked_for_nothing_and_tried
     assert (slow.node_id, slow.times) == (late.node_id, 40)
     swarm.run(seconds(40), lambda: asked_of(late) > 0)
     assert backbone.core.view().slow == ()
+
+
+def test_nobody_says_ready_while_the_backbone_is_not() -> None:
+    """It has lost its quorum, or experts have no holder: who follows it is served as little as it is."""
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(20))
+    (backbone,) = backbones(swarm)
+    last, *others = (each for each in swarm.nodes.values() if each is not backbone)
+    for each in others:
+        swarm.kill(each)
+    assert backbone.core is not None
+    assert last.core is not None
+    swarm.run(seconds(40))
+    assert backbone.core.view().state == "isolated"
+    view = last.core.view()
+    assert view.state == "joining"
+    assert f"the backbone {backbone.node_id} is isolated: no quorum" in view.reason
+    for each in others:
+        swarm.start(each)
+    swarm.run(seconds(30), lambda: all_ready(swarm))
+
+
+def test_an_unsteady_node_that_is_elected_all_the_same_leaves_the_lease_to_one_that_is_well() -> None:
+    swarm = SmallSwarm(2)
+    for number in (3, 4):
+        swarm.add(number, ranks=("output", "bulk"), has_backbone_file=False)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(10))
+    (first,) = backbones(swarm)
+    kill_engine(swarm, first, 3)
+    swarm.run(seconds(10), lambda: bool(backbones(swarm)))
+    (second,) = backbones(swarm)
+    assert second is not first
+    swarm.kill(second)
+    swarm.run(seconds(30), lambda: backbones(swarm) == [first])
+    swarm.start(second)
+    swarm.run(seconds(20), lambda: all_ready_but(swarm, first))
+    swarm.run(seconds(3))
+    assert backbones(swarm) == [first], "while its engine lives there is no reason to go"
+    kill_engine(swarm, first, 1)
+    swarm.run(seconds(20), lambda: backbones(swarm) == [second])

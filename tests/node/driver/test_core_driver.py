@@ -275,10 +275,12 @@ async def test_a_copied_home_ends_as_conflicted_in_both_processes(
         for each in both:
             assert "is its home a copy of this one" in each.driver.view().reason
         rest = [each for each in members if each is not original]
+
+        def condition_seen_by(one: Member) -> str:
+            return {each.node_id: each.condition for each in one.driver.view().members}[original.node_id]
+
+        await _until(lambda: all(condition_seen_by(each) == "conflicted" for each in rest))
         await _until(lambda: all(each.is_ready() for each in rest))
-        for each in rest:
-            seen = {one.node_id: one.condition for one in each.driver.view().members}
-            assert seen[original.node_id] == "conflicted"
         nursery.cancel_scope.cancel()
 
 

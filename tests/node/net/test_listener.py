@@ -1,8 +1,19 @@
-"""Callers who break their handshakes off: an address is refused for a time, others are not, none for ever."""
+"""Where a node listens, and callers who break their handshakes off: refused for a time, and others not."""
 
 from __future__ import annotations
 
-from kvasir_node.net.listener import ADDRESSES_MAX, BROKEN_OFF_BURST, BROKEN_OFF_PER_S, Callers
+from pathlib import Path
+
+import pytest
+
+from kvasir_node.net.last_port import LastPort
+from kvasir_node.net.listener import (
+    ADDRESSES_MAX,
+    BROKEN_OFF_BURST,
+    BROKEN_OFF_PER_S,
+    Callers,
+    open_listening_socket,
+)
 
 
 def storm(callers: Callers, address: str, per_s: int, seconds: int) -> int:
@@ -39,3 +50,30 @@ def test_many_addresses_take_bounded_memory() -> None:
     assert len(callers._refused_until_s) <= ADDRESSES_MAX
     assert callers.may_call("0", 0.0), "forgotten"
     assert not callers.may_call(str(3 * ADDRESSES_MAX - 1), 0.0)
+
+
+async def test_the_port_of_last_time_is_taken_again_where_it_is_free(tmp_path: Path) -> None:
+    """A swarm that stops as a whole knows where its members were, and nothing else."""
+    kept = LastPort(tmp_path / "listen-port")
+    assert kept.load() == 0
+    first = open_listening_socket("127.0.0.1", 0, kept.load())
+    port = first.socket.getsockname()[1]
+    kept.save(port)
+    assert kept.load() == port
+    taken = open_listening_socket("127.0.0.1", 0, kept.load())
+    assert taken.socket.getsockname()[1] != port, "somebody else has it: any other will do"
+    await first.aclose()
+    again = open_listening_socket("127.0.0.1", 0, kept.load())
+    assert again.socket.getsockname()[1] == port
+    await again.aclose()
+    await taken.aclose()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"0", b"-5", b"70000", b"1" * 999, b"\xff\n"])
+def test_a_damaged_last_port_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "listen-port").write_bytes(content)
+    assert LastPort(tmp_path / "listen-port").load() == 0
+
+
+def test_a_last_port_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    LastPort(tmp_path / "absent" / "listen-port").save(4001)
