@@ -19,7 +19,7 @@ from kvasir_node.bench.machine import describe_machine
 from kvasir_node.certification.synthetic_model import ExpertShape
 from kvasir_node.cli.measure_operations import class_text, published_document
 from kvasir_node.cli.output import note
-from kvasir_node.measure.backends_here import backends_here
+from kvasir_node.measure.backends_here import Backend, backends_here
 from kvasir_node.measure.operations import (
     OperationsMeasurement,
     OperationsSettings,
@@ -36,6 +36,9 @@ SETTINGS = (
     OperationsSettings(ExpertShape(512, 256), 4, ("q4_K",), (1, 8, 64)),
     OperationsSettings(ExpertShape(3072, 1024), 8, ("f16", "q8_0", "q4_K"), (64,)),
 )
+SLOW_WHEN_WIDE = ("emulated-f16", "ggml-neon-v8.0", "ggml-neon-v8.6")
+"""A quarter of an hour each at the published width: left out there."""
+WIDE = 2048
 QUICK = (OperationsSettings(ExpertShape(128, 64), 2, ("q8_0",), (8,)),)
 
 
@@ -166,6 +169,12 @@ def page_of(measurements: Sequence[OperationsMeasurement], seconds: float) -> st
     for measured in measurements:
         lines += section(measured)
     return "\n".join([*lines, *beside_published(measurements[-1])])
+
+
+def chosen(here: Sequence[Backend], settings: OperationsSettings) -> list[Backend]:
+    """Those that can be measured in minutes at this shape."""
+    is_wide = settings.shape.n_embd > WIDE
+    return [each for each in here if not (is_wide and each.name in SLOW_WHEN_WIDE)]
 
 
 def main() -> int:

@@ -64,15 +64,6 @@ def level_options(function: FunctionT) -> FunctionT:
     """The options that every level has."""
     options = (
         click.option(
-            "--between",
-            nargs=2,
-            default=(LLAMA_CPP, "ggml-cpu"),
-            show_default=True,
-            metavar="BASE RUN",
-            help=f"Two sides: {LLAMA_CPP}, {SWARM}, {SWARM}:KERNEL+KERNEL, a backend that 'measure ops' "
-            f"lists, or {SAVED}DIRECTORY.",
-        ),
-        click.option(
             "--model",
             type=NonEmptyText(),
             default=str(DEMO_MODEL),
@@ -104,6 +95,17 @@ def level_options(function: FunctionT) -> FunctionT:
     return function
 
 
+between_option = click.option(
+    "--between",
+    nargs=2,
+    default=(LLAMA_CPP, "ggml-cpu"),
+    show_default=True,
+    metavar="BASE RUN",
+    help=f"Two sides: {LLAMA_CPP}, {SWARM}, {SWARM}:KERNEL+KERNEL, a backend that 'measure ops' lists, or "
+    f"{SAVED}DIRECTORY.",
+)
+
+
 def positions_option(default: int) -> Callable[[FunctionT], FunctionT]:
     """How many tokens of the text."""
     return click.option(
@@ -116,6 +118,7 @@ def positions_option(default: int) -> Callable[[FunctionT], FunctionT]:
 
 
 @click.command("drift")
+@between_option
 @positions_option(POSITIONS)
 @level_options
 @click.pass_obj
@@ -125,6 +128,7 @@ def drift(session: CommandSession, /, as_json: bool, **options: Any) -> None:
 
 
 @click.command("decisions")
+@between_option
 @positions_option(POSITIONS)
 @level_options
 @click.pass_obj
@@ -134,6 +138,7 @@ def decisions(session: CommandSession, /, as_json: bool, **options: Any) -> None
 
 
 @click.command("generation")
+@between_option
 @click.option("--prompts", type=click.IntRange(1, 4096), default=PROMPTS, show_default=True)
 @click.option(
     "--tokens", type=click.IntRange(1, 4096), default=GENERATED, show_default=True, help="For each prompt."
@@ -147,6 +152,7 @@ def generation(session: CommandSession, /, as_json: bool, prompts: int, tokens: 
 
 
 @click.command("task")
+@between_option
 @positions_option(POSITIONS)
 @click.option(
     "--items",
@@ -184,7 +190,7 @@ def save(
 ) -> None:
     """Save one side's answers, as a reference for another day or another machine.
 
-    Logits take 4 bytes for each position and token of the vocabulary. --between says nothing here.
+    Logits take 4 bytes for each position and token of the vocabulary.
     """
     session.configure()
     asked = asked_of({**options, "between": (side, side)}, prompts=prompts, n_generated=tokens, items=items)

@@ -13,8 +13,6 @@ import click
 from kvasir_node.bench.machine import describe_machine
 from kvasir_node.cli.measure_authority import BESIDE, measure_pairs, pairs_of, require_authority
 from kvasir_node.cli.measure_levels import (
-    GENERATED,
-    PROMPTS,
     SINGLY,
     WINDOW,
     Asked,
@@ -46,10 +44,11 @@ from kvasir_node.working_directory import working_directory
 from kvasir_proto.errors import UsageError
 
 SCHEMA_VERSION: Final = 1
-POSITIONS: Final = 2048
-ITEMS: Final = 160
-AUTHORITY_POSITIONS: Final = 1024
-_RUNS: Final = ("ggml-cpu", *BESIDE, "ggml-neon-v8.6", "ggml-sse2")
+POSITIONS: Final = 1024
+PROMPTS: Final = 8
+GENERATED: Final = 32
+ITEMS: Final = 100
+_RUNS: Final = ("ggml-cpu", *BESIDE, "ggml-neon-v8.6")
 """Whose runs of the whole model a report has, where they are here; and a swarm's."""
 
 
@@ -118,7 +117,7 @@ def report(
         )
         compared = [compare_recordings(recordings[0], each) for each in recordings[1:]]
     pairs = pairs_of(_pairs_among(names), here)
-    authority = measure_pairs(stored, pairs, max(64, min(AUTHORITY_POSITIONS, positions // 2)), threads)
+    authority = measure_pairs(stored, pairs, max(64, positions // 2), threads)
     document = _document(stored, measured, beside, compared, authority)
     document["seconds"] = round(time.monotonic() - started, 1)
     out.mkdir(parents=True, exist_ok=True)
