@@ -75,8 +75,8 @@ def comparator_plot(
         dots = [
             (at_x(i), at_y(_symmetric(each, threshold))) for i, each in enumerate(row) if math.isfinite(each)
         ]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
-        parts.append(f'<polyline class="line thin s{index % SERIES_MAX}" points="{path}"/>')
+        circles = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in dots)
+        parts.append(f'<g class="dots s{index % SERIES_MAX}">{circles}</g>')
     return _figure(parts, list(deviations), x_label, y_label, description)
 
 

@@ -76,7 +76,10 @@ def test_the_band_is_as_wide_as_the_gate_and_zero_is_in_the_middle() -> None:
     (band,) = svg.iter("rect")
     upper = float(band.attrib["y"])
     lower = upper + float(band.attrib["height"])
-    exact, near, far = (points_of(each) for each in svg.iter("polyline"))
+    exact, near, far = (
+        [(float(dot.attrib["cx"]), float(dot.attrib["cy"])) for dot in each.iter("circle")]
+        for each in svg.iter("g")
+    )
     middle = exact[0][1]
     assert middle == pytest.approx((upper + lower) / 2, abs=0.2)
     assert upper < near[0][1] < middle < near[1][1] < lower
