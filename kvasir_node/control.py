@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -68,6 +69,9 @@ REQUEST_TIMEOUT_S: Final = 10.0
 SEND_TIMEOUT_S: Final = 60.0
 """How long the other end may leave unread what was sent to it, in a pager for instance."""
 
+SILENCE_S: Final = 15.0
+"""After so long without a word of a session the daemon is asked on another connection whether it is there."""
+
 CONNECT_TIMEOUT_S: Final = 3.0
 """How long a daemon whose queue of callers is full is tried again."""
 _CONNECT_POLL_S: Final = 0.1
@@ -111,10 +115,17 @@ class Operator(Protocol):
 
 
 class LocalConnection:
-    """Whole messages over one end of a control socket connection."""
+    """Whole messages over one end of a control socket connection.
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    ``check_alive`` is called where the other end has been silent for `SILENCE_S`, again and again; what it
+    raises ends the waiting. Without it whoever waits has a deadline of its own.
+    """
+
+    def __init__(
+        self, stream: trio.SocketStream, check_alive: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
         self._stream = stream
+        self._check_alive = check_alive
         self._reader = FrameReader(LOCAL.size_bytes_max)
         self._ready: list[LocalMessage] = []
 
@@ -132,10 +143,16 @@ class LocalConnection:
     async def receive(self) -> LocalMessage:
         """The next message. Raises `NotRunning` at the end, `RemoteProtocolError` for nonsense."""
         while not self._ready:
+            data = None
             try:
-                data = await self._stream.receive_some(_READ_BYTES)
+                with trio.move_on_after(SILENCE_S if self._check_alive is not None else math.inf):
+                    data = await self._stream.receive_some(_READ_BYTES)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 data = b""
+            if data is None:
+                assert self._check_alive is not None
+                await self._check_alive()
+                continue
             if not data:
                 raise NotRunning("the connection was closed before the answer came")
             self._ready.extend(decode(body, LOCAL) for body in self._reader.feed(data))
@@ -157,7 +174,8 @@ class LocalConnection:
         return await self.receive()
 
     async def wait_closed(self) -> None:
-        """Wait until the other end closes, ignoring whatever it still says."""
+        """Wait until the other end closes, ignoring whatever it still says. Whoever calls has a deadline."""
+        self._check_alive = None  # one that is ending answers nobody any more
         with contextlib.suppress(NotRunning, RemoteProtocolError):
             while True:
                 await self.receive()
@@ -283,8 +301,24 @@ async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]
 
     Raises `NotRunning` when there is none, `DaemonUnreachable` when one holds the home and does not listen.
     """
+
+    async def check_alive() -> None:
+        try:
+            await request_status(locations)
+        except EngineFailed:
+            raise _mute(locations) from None
+
     async with await _connected(locations) as stream:
-        yield LocalConnection(stream)
+        yield LocalConnection(stream, check_alive)
+
+
+def _mute(locations: Locations) -> DaemonUnreachable:
+    """The error for a daemon that is there and says nothing."""
+    holder = holder_of(locations.lock_file)
+    return DaemonUnreachable(
+        f"a daemon runs in this home (process {holder}) and answers nobody: it is stopped or hangs; "
+        f"'kill -CONT {holder}' continues a stopped one, 'kill -KILL {holder}' ends it"
+    )
 
 
 async def _connected(locations: Locations) -> trio.SocketStream:
@@ -311,11 +345,7 @@ async def _connected(locations: Locations) -> trio.SocketStream:
         else:
             return stream
         if trio.current_time() >= ends:
-            holder = holder_of(locations.lock_file)
-            raise DaemonUnreachable(
-                f"a daemon runs in this home (process {holder}) and answers nobody: it is stopped or hangs; "
-                f"'kill -CONT {holder}' continues a stopped one, 'kill -KILL {holder}' ends it"
-            )
+            raise _mute(locations)
         await trio.sleep(_CONNECT_POLL_S)
 
 

@@ -351,6 +351,7 @@ _EFFECTS: Final = frozenset(get_args(Effect))
 """What no other core hears of."""
 _HEARD_FROM_ANYBODY: Final = (*RECORD_MESSAGES, *ADMISSION_MESSAGES)
 _NOT_NEEDED: Final = "the plan needs nothing of it"
+_AFTER_A_CONFLICT: Final = "Start it again once the other one is gone"
 
 
 @dataclass(slots=True)
@@ -1063,7 +1064,7 @@ class NodeCore:
     def _note_conflict(self, reason: str, now: Now) -> None:
         """Another process has this identity. Named and shown until restarted: promises cannot be shared."""
         if not self._conflict:
-            self._conflict = reason
+            self._conflict = f"{reason} {_AFTER_A_CONFLICT}"
             self._effects.append(Notice("identity_conflicted", (("reason", reason),)))
             if self._election.role is not Role.FOLLOWER:
                 self._election.command(StepDown("its identity is used twice"), now)

@@ -482,6 +482,40 @@ async def test_a_daemon_that_does_not_answer_is_said_so(
             await request_status(home_of(path))
 
 
+async def test_a_daemon_that_falls_silent_in_a_session_is_asked_whether_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may compute for long; one that is stopped would be waited for for ever."""
+    monkeypatch.setattr(control, "SILENCE_S", 0.02)
+    asked: list[int] = []
+    async with serving(tmp_path) as (daemon, path):
+        daemon.endless = True
+        answer = daemon.status_document
+
+        async def count_and_answer() -> str:
+            asked.append(1)
+            return await answer()
+
+        monkeypatch.setattr(daemon, "status_document", count_and_answer)
+        with trio.move_on_after(0.5) as waiting:
+            await converse(path, ask_for_text())
+        assert waiting.cancelled_caught, "it answers, so it is waited for"
+        assert len(asked) > 1
+
+        async def never() -> str:
+            await trio.sleep_forever()
+            raise AssertionError
+
+        monkeypatch.setattr(daemon, "status_document", never)
+        monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
+        with HomeLock(home_of(path).lock_file):
+            async with connect_daemon(home_of(path)) as connection:
+                with pytest.raises(DaemonUnreachable, match=f"process {os.getpid()}.*stopped or hangs"):
+                    await collect_text(connection, ask_for_text(), None)
+        monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(daemon, "status_document", answer)
+
+
 async def test_a_daemon_that_breaks_off_or_answers_nonsense_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     answers = [b"", frame(encode(StopRequest()), 100)]

@@ -274,6 +274,7 @@ async def test_a_copied_home_ends_as_conflicted_in_both_processes(
         assert took < 30
         for each in both:
             assert "is its home a copy of this one" in each.driver.view().reason
+            assert "Start it again" in each.driver.view().reason
         rest = [each for each in members if each is not original]
 
         def condition_seen_by(one: Member) -> str:
