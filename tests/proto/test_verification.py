@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "expired": (verdict(5, 1, at=WALL - VERDICT_LIFETIME - seconds(601)), "expired"),
     "of the future": (verdict(5, 1, at=WALL + seconds(601)), "out_of_bounds"),
     "for too long": (verdict(5, 1, expires=WALL + VERDICT_LIFETIME + 1), "out_of_bounds"),
-    "with a spoilt signature": (verdict(5, 1)[:-1] + b"\x00", "bad_signature"),
+    "with a spoilt signature": (verdict(5, 1)[:-1] + bytes([verdict(5, 1)[-1] ^ 1]), "bad_signature"),
     "of nothing": (b"", "malformed"),
 }
 
