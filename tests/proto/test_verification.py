@@ -541,9 +541,18 @@ def test_a_node_that_calls_itself_verified_is_not() -> None:
 
 def test_a_verified_standby_takes_over_and_who_was_verified_stays_so() -> None:
     swarm = verifying_swarm(1, 2, 3, 4)
-    others = {node(2), node(3), node(4)}
-    swarm.run(seconds(90), lambda: others <= output_holders(swarm))
+
+    def all_are_verified() -> bool:
+        core = swarm.node(1).core
+        assert core is not None
+        records = [core.record_of(node(each)) for each in (2, 3, 4)]
+        return all(each is not None and core.verdict_of(each, "output") == "verified" for each in records)
+
+    swarm.run(seconds(90), all_are_verified)
     swarm.run(seconds(30))
+    held = output_holders(swarm)
+    assert held
+    assert node(1) not in held
     swarm.kill(swarm.node(1))
 
     def is_led() -> bool:
