@@ -14,7 +14,7 @@ It refuses to know which node it is about, and what a row was. Floats are only a
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvasir_proto.audit.finding import Finding
 
@@ -34,8 +34,10 @@ _BETS: Final = ((0.3, 0.5), (0.01, 0.02))
 _ENOUGH: Final = 1e9
 """What is reached is not counted any further: products would overflow."""
 
-_Wealth = tuple[float, ...]
-_NOTHING: Final[_Wealth] = (0.0,) * len(_BETS)
+_Wealth: TypeAlias = tuple[float, float]
+"""By bet."""
+_NOTHING: Final[_Wealth] = (0.0, 0.0)
+_PUT_IN: Final = 1 / LIFETIME_ROWS
 
 
 class SequentialTest:
@@ -50,7 +52,7 @@ class SequentialTest:
     @property
     def evidence(self) -> float:
         """At most 1 on average for an honest node; over 1 / `ERROR_MAX` it is accused."""
-        return (sum(self._whole) + self._of_strata) / (2 * len(_BETS))
+        return (self._whole[0] + self._whole[1] + self._of_strata) / (2 * len(_BETS))
 
     @property
     def is_convinced(self) -> bool:
@@ -67,7 +69,7 @@ class SequentialTest:
         key = (finding.layer, finding.expert)
         before = self._strata.get(key, _NOTHING)
         after = self._strata[key] = _grown(before, factors)
-        self._of_strata = max(0.0, self._of_strata + sum(after) - sum(before))
+        self._of_strata = max(0.0, self._of_strata + after[0] + after[1] - before[0] - before[1])
         if len(self._strata) > STRATA_MAX:
             least = min(self._strata, key=lambda each: (sum(self._strata[each]), each))
             self._of_strata = max(0.0, self._of_strata - sum(self._strata.pop(least)))
@@ -75,17 +77,24 @@ class SequentialTest:
 
 def _factors(finding: Finding) -> _Wealth:
     """What each bet becomes by this row."""
-    is_foreign = finding.outcome == "foreign"
-    differs = finding.outcome != "same"
+    if finding.outcome == "same":
+        return _OF_SAME
     chance = min(1.0, max(finding.flip_chance, FOREIGN_CHANCE) + FOREIGN_CHANCE)
-    return tuple(
-        1 + on_differing * (differs / chance - 1) + on_foreign * (is_foreign / FOREIGN_CHANCE - 1)
-        for on_differing, on_foreign in _BETS
-    )
+    foreign = 1 / FOREIGN_CHANCE if finding.outcome == "foreign" else 0.0
+    one, other = (1 + on_any * (1 / chance - 1) + on_foreign * (foreign - 1) for on_any, on_foreign in _BETS)
+    return one, other
+
+
+def _factors_of_same() -> _Wealth:
+    one, other = (1 - on_any - on_foreign for on_any, on_foreign in _BETS)
+    return one, other
+
+
+_OF_SAME: Final = _factors_of_same()
 
 
 def _grown(wealth: _Wealth, factors: _Wealth) -> _Wealth:
-    return tuple(
-        min(_ENOUGH, (each + 1 / LIFETIME_ROWS) * factor)
-        for each, factor in zip(wealth, factors, strict=True)
+    return (
+        min(_ENOUGH, (wealth[0] + _PUT_IN) * factors[0]),
+        min(_ENOUGH, (wealth[1] + _PUT_IN) * factors[1]),
     )
