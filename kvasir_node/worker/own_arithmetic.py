@@ -14,6 +14,7 @@ from kvasir_node.certification.certify import certification_steps, certify_kerne
 from kvasir_node.certification.probe import is_probed
 from kvasir_node.certification.synthetic_model import expert_shape_of, expert_types_of
 from kvasir_node.kernels.choice import make_kernel
+from kvasir_node.kernels.liars import face_of
 from kvasir_node.model.manifest_file import read_manifest
 from kvasir_proto.capability import BATCH_CLASSES
 from kvasir_proto.limits import as_sentence
@@ -41,7 +42,7 @@ def certify(message: CertifyKernel, send: Callable[[CertificationAdvanced], None
     n_all = certification_steps(n_probed, len(BATCH_CLASSES))
     certification = certify_kernel(
         lambda manifest, shard, read: make_kernel(
-            message.kernel, manifest, shard, read, message.threads, message.kernel_device
+            face_of(message.kernel), manifest, shard, read, message.threads, message.kernel_device
         ),
         shape,
         types,
@@ -49,7 +50,7 @@ def certify(message: CertifyKernel, send: Callable[[CertificationAdvanced], None
         say=_Steps(message.request, n_all, itertools.count(1), send),
     )
     measured = certification.measured(
-        backend=message.kernel,
+        backend=face_of(message.kernel),
         device=message.device,
         kernel_build=message.kernel_build,
         model_digest=manifest.digest(),
