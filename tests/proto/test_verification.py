@@ -24,6 +24,7 @@ from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Duration, Instant, WallTime, after, seconds
 from kvasir_proto.limits import RANKS
 from kvasir_proto.messages.certification import VerdictNotice
+from kvasir_proto.ranking import may_be_backbone
 from kvasir_proto.tolerance_certificate import VERDICT_LIFETIME, AuditorVerdict, sign_verdict
 from kvasir_proto.verdict_book import (
     AUDITORS_OF_A_NODE_MAX,
@@ -447,6 +448,25 @@ def test_who_founded_may_begin_by_its_own_word_and_nobody_else() -> None:
     assert not verification.may_begin(record(5))
     verification.take(verdict(1, 2, "unfit"), NOW)
     assert not verification.may_begin(record(1))
+
+
+@pytest.mark.parametrize(
+    "accumulation, known, may_begin, expected",
+    [
+        ("F32", "verified", False, True),
+        ("F32", "claimed", False, False),
+        ("F32", "claimed", True, True),
+        ("F32", "none", True, False),
+        ("F32", "unfit", True, False),
+        ("F16", "verified", True, False),
+        ("UNKNOWN", "verified", True, False),
+    ],
+)
+def test_who_may_be_backbone_where_words_are_not_enough(
+    accumulation: Any, known: Verdict, may_begin: bool, expected: bool
+) -> None:
+    said = record(5, accumulation=accumulation)
+    assert may_be_backbone(said, SWARM.manifest, known, may_begin=may_begin) == expected
 
 
 # --- whole cores --------------------------------------------------------------------------------------------
