@@ -359,6 +359,7 @@ class Node:
         """Raise `ConfigurationInvalid` where nothing is to be done or trusted, before a port is opened."""
         home = self._home
         files = home.swarm_files
+        files.remove_leftovers()
         files.check_undamaged()
         known = files.load_swarm()
         if known is not None:

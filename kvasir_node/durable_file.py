@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ def durable_file(destination: Path, *, keep_existing: bool = False) -> Iterator[
     handle, name = tempfile.mkstemp(prefix=PARTIAL_PREFIX, dir=destination.parent)
     partial = Path(name)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks: its leftovers stay
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with open(handle, "wb") as file:
             yield file
             file.flush()
@@ -58,3 +61,18 @@ def durable_file(destination: Path, *, keep_existing: bool = False) -> Iterator[
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the files that writers began in this directory and were killed over; never one being written.
+
+    A writer holds a lock on its file, which ends with it however it ends. What cannot be removed stays.
+    """
+    for partial in directory.glob(f"{PARTIAL_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                partial.unlink()
+            finally:
+                os.close(descriptor)

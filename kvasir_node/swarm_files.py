@@ -12,24 +12,19 @@ import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvasir_node.durable_file import durable_file, unwritable
+from kvasir_node.durable_file import durable_file, remove_leftovers, unwritable
+from kvasir_node.sealed_slot import is_sealed, seal, unseal
 from kvasir_node.small_file import read_small_file
-from kvasir_proto.admission import ADMISSION_KEPT, Invite, parse_invite
-from kvasir_proto.codec import decode
+from kvasir_proto.admission import Invite, parse_invite
 from kvasir_proto.effects import Slot
-from kvasir_proto.election.elector import STORED_PROMISES
-from kvasir_proto.election.knowledge import STORED_ELECTORATES, STORED_FENCE
 from kvasir_proto.errors import ConfigurationInvalid, RemoteProtocolError
 from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest, is_node_id
 from kvasir_proto.limits import ADDRESSES_MAX, INT63_MAX
-from kvasir_proto.messages import Family
-from kvasir_proto.messages.membership import RESERVED_INCARNATIONS
-from kvasir_proto.placement.plan import PLAN
-from kvasir_proto.records import RECORDS_KEPT
+from kvasir_proto.stored_slots import check_readable
 from kvasir_proto.swarm_manifest import (
     AdmissionRule,
     CertificateRule,
@@ -54,15 +49,6 @@ _OWNER: Final = "slots-owner"
 _OF_EARLIER_BUILDS: Final = "term-proof"
 """A file that only builds without elections wrote."""
 _SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
-_KEPT_IN: Final[dict[Slot, Family[Any]]] = {
-    "admission": ADMISSION_KEPT,
-    "election": STORED_PROMISES,
-    "electorate": STORED_ELECTORATES,
-    "fence": STORED_FENCE,
-    "incarnation": RESERVED_INCARNATIONS,
-    "plan": PLAN,
-    "records": RECORDS_KEPT,
-}
 _TOLD_AGAIN: Final[tuple[Slot, ...]] = ("plan", "records")
 """What may be lost; of the other slots some hold a vote or a fence, which must never be forgotten."""
 _FILE_SIZE_MAX: Final = 4 << 20
@@ -99,11 +85,14 @@ class SwarmFiles:
         self.load_bootstrap()
         for slot, data in self.load_slots().items():
             try:
-                decode(data, _KEPT_IN[slot])
+                check_readable(slot, data)
             except RemoteProtocolError as error:
-                path = self._directory / _name_of(slot)
-                remedy = "; remove it: the swarm tells it again" if slot in _TOLD_AGAIN else ""
-                raise ConfigurationInvalid(f"{path} is damaged: {error}{remedy}") from error
+                raise self.slot_damaged(slot, str(error)) from error
+
+    def slot_damaged(self, slot: Slot, reason: str) -> ConfigurationInvalid:
+        """The error, with the path, for a slot that does not hold what a core persisted, for ``reason``."""
+        remedy = "; remove it: the swarm tells it again" if slot in _TOLD_AGAIN else ""
+        return ConfigurationInvalid(f"{self._directory / _name_of(slot)} is damaged: {reason}{remedy}")
 
     @property
     def recovery_key_file(self) -> Path:
@@ -177,10 +166,15 @@ class SwarmFiles:
 
     def has_slots(self) -> bool:
         """Whether anything that a core persisted is here."""
-        return any(self._exists(_name_of(slot)) for slot in _SLOTS)
+        return any(self._slots_here())
+
+    def _slots_here(self) -> list[Slot]:
+        return [slot for slot in _SLOTS if self._exists(_name_of(slot))]
 
     def claim_slots(self, swarm: SwarmDigest, node_id: NodeId) -> None:
         """Have the slots belong to this node in this swarm; to be called before they are used.
+
+        Those that earlier builds wrote get their checksums.
 
         Raises `ConfigurationInvalid` where they are another's: a node that took over votes and fences that it
         never gave would neither keep those promises nor its own.
@@ -188,6 +182,10 @@ class SwarmFiles:
         self.require_owner(swarm, node_id)
         if self._load_owner() is None:
             self._write(_OWNER, f"{swarm.hex()} {node_id}\n".encode())
+        for slot in self._slots_here():
+            file = self._read(_name_of(slot))
+            if not is_sealed(file):
+                self.save_slot(slot, file)
 
     def require_owner(self, swarm: SwarmDigest, node_id: NodeId | None) -> None:
         """Raise `ConfigurationInvalid` where the slots are of another swarm, or of another node than this."""
@@ -275,12 +273,28 @@ class SwarmFiles:
         self._write(_BOOTSTRAP, "".join(f"{each}\n" for each in kept).encode())
 
     def load_slots(self) -> dict[Slot, bytes]:
-        """What the core persisted, by slot. Raises `ConfigurationInvalid` for a file that cannot be read."""
-        return {slot: self._read(_name_of(slot)) for slot in _SLOTS if self._exists(_name_of(slot))}
+        """What the core persisted, by slot.
+
+        Raises `ConfigurationInvalid` for a file that cannot be read, or whose checksum is not its content's.
+        """
+        return {slot: self._load_slot(slot) for slot in self._slots_here()}
+
+    def _load_slot(self, slot: Slot) -> bytes:
+        file = self._read(_name_of(slot))
+        if not is_sealed(file):
+            return file  # an earlier build's, or damaged, and then no message any more
+        try:
+            return unseal(slot, file)
+        except ValueError as error:
+            raise self.slot_damaged(slot, str(error)) from error
+
+    def remove_leftovers(self) -> None:
+        """Remove what writers that were killed have left half written here."""
+        remove_leftovers(self._directory)
 
     def save_slot(self, slot: Slot, data: bytes) -> None:
         """Make this the whole content of a slot; returns when it would survive a power cut."""
-        self._write(_name_of(slot), data)
+        self._write(_name_of(slot), seal(slot, data))
 
     def next_generation(self) -> int:
         """A number for the next engine, higher than any before on this home."""

@@ -13,12 +13,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from kvasir_proto.errors import LocalProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.messages import Message
 
 Slot: TypeAlias = Literal["admission", "election", "electorate", "fence", "incarnation", "plan", "records"]
 """What a node remembers through a restart; each slot is one file, written whole."""
+
+
+class SlotDamaged(LocalProtocolError):
+    """What this node has stored in `slot` is not what a core persisted: it must not go on as if it were."""
+
+    def __init__(self, slot: Slot, reason: str) -> None:
+        super().__init__(reason)
+        self.slot = slot
 
 
 class Now(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
@@ -34,7 +35,7 @@ from kvasir_proto.admission import (
 )
 from kvasir_proto.answer_times import AnswerTimes, SlowHolder
 from kvasir_proto.capability import CapabilityRecord, HeldShard, Verdict, held_shard
-from kvasir_proto.effects import Effect, Notice, Now, Send, Slot
+from kvasir_proto.effects import Effect, Notice, Now, Send, Slot, SlotDamaged
 from kvasir_proto.election.configuration import sign_nomination
 from kvasir_proto.election.core import ElectionCore
 from kvasir_proto.election.options import LAN as ELECTION_LAN
@@ -371,11 +372,20 @@ class _Standing:
     """What it had room for when it refused a shard; None while it has refused none."""
 
 
+@contextmanager
+def _restoring(slot: Slot) -> Iterator[None]:
+    """What is refused in here is what this slot held: `SlotDamaged`."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise SlotDamaged(slot, str(error)) from error
+
+
 class NodeCore:
     """See the module. `capability` is what the node says of itself at first; `model` what there is to place.
 
-    `stored` has what was persisted in each slot before. Raises `LocalProtocolError` or `RemoteProtocolError`
-    when a slot is damaged: a node that forgot what it promised must not go on.
+    `stored` has what was persisted in each slot before. Raises `SlotDamaged` when one is: a node that forgot
+    what it promised must not go on.
     """
 
     def __init__(
@@ -406,29 +416,32 @@ class NodeCore:
         self._said: tuple[object, ...] = ()
         self._is_by_invitation = manifest.admission == "invite"
         self._is_founder = manifest.founder_public_key == private_key.public_key().public_bytes_raw()
-        self._membership = MembershipCore(
-            node_id=self._node_id,
-            options=options.membership,
-            stored=stored.get("incarnation"),
-            entropy=entropy,
-            now=now,
-        )
-        self._admission = AdmissionBook(
-            private_key=private_key,
-            swarm=swarm,
-            stored=stored.get("admission"),
-            entropy=entropy,
-            now=now,
-        )
-        self._book = RecordBook(
-            private_key=private_key,
-            swarm=swarm.digest,
-            options=options.records,
-            stored=stored.get("records"),
-            entropy=entropy,
-            now=now,
-            admission=self._admission,
-        )
+        with _restoring("incarnation"):
+            self._membership = MembershipCore(
+                node_id=self._node_id,
+                options=options.membership,
+                stored=stored.get("incarnation"),
+                entropy=entropy,
+                now=now,
+            )
+        with _restoring("admission"):
+            self._admission = AdmissionBook(
+                private_key=private_key,
+                swarm=swarm,
+                stored=stored.get("admission"),
+                entropy=entropy,
+                now=now,
+            )
+        with _restoring("records"):
+            self._book = RecordBook(
+                private_key=private_key,
+                swarm=swarm.digest,
+                options=options.records,
+                stored=stored.get("records"),
+                entropy=entropy,
+                now=now,
+                admission=self._admission,
+            )
         self._election = ElectionCore(
             private_key=private_key,
             swarm_digest=swarm.digest,
@@ -441,13 +454,14 @@ class NodeCore:
             now=now,
             anchor=anchor,
         )
-        self._placement = PlacementCore(
-            node_id=self._node_id,
-            model=model,
-            options=replace(options.placement, trust_claims=manifest.certificates == "claimed"),
-            stored=stored.get("plan"),
-            now=now,
-        )
+        with _restoring("plan"):
+            self._placement = PlacementCore(
+                node_id=self._node_id,
+                model=model,
+                options=replace(options.placement, trust_claims=manifest.certificates == "claimed"),
+                stored=stored.get("plan"),
+                now=now,
+            )
         self._verification = Verification(private_key, swarm, entropy, now)
         self._offers = PlanOffers()
         self._quarantine = QuarantineTable()

@@ -35,7 +35,7 @@ from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
 from kvasir_proto.admission import AdmissionFailed, Invite, InviteIssued, IssueInvite, Revoke, UseInvite
 from kvasir_proto.capability import CapabilityRecord, RankVerdict
-from kvasir_proto.effects import Now, Slot
+from kvasir_proto.effects import Now, Slot, SlotDamaged
 from kvasir_proto.election.requests import Recover
 from kvasir_proto.errors import (
     ConfigurationInvalid,
@@ -90,6 +90,9 @@ class HomeFiles(Protocol):
 
     def load_slots(self) -> dict[Slot, bytes]:
         """What the core persisted."""
+
+    def slot_damaged(self, slot: Slot, reason: str) -> KvasirError:
+        """The error, with the name of the file, for a slot that a core refuses for ``reason``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +184,21 @@ class NodeDuty:
         self._certifier = await self._make_certifier(self._model)
         clocks = self._clocks()
         self._said = self._capability()
-        core = NodeCore(
-            private_key=self._node_key,
-            swarm=known.swarm,
-            capability=self._said,
-            model=ModelShape.of(self._model.stored.manifest),
-            options=self._settings.core,
-            stored=self._files.load_slots(),
-            entropy=self._entropy,
-            now=clocks,
-            anchor=self._anchor(known.swarm),
-            nominees=self._settings.nominees,
-        )
+        try:
+            core = NodeCore(
+                private_key=self._node_key,
+                swarm=known.swarm,
+                capability=self._said,
+                model=ModelShape.of(self._model.stored.manifest),
+                options=self._settings.core,
+                stored=self._files.load_slots(),
+                entropy=self._entropy,
+                now=clocks,
+                anchor=self._anchor(known.swarm),
+                nominees=self._settings.nominees,
+            )
+        except SlotDamaged as error:
+            raise self._files.slot_damaged(error.slot, error.reason) from error
         async with open_unwrapping_nursery() as nursery:
             network = await self._start_network(nursery, known.swarm.digest)
             self._network = network

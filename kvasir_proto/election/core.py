@@ -91,7 +91,7 @@ class ElectionCore:
     """See the module. `stored` is what this node persisted in its slots, if anything.
 
     `rule` is the manifest's rule for electorates; `anchor` the digest of the electorate that an invite named.
-    Raises `LocalProtocolError` when a slot is damaged: a node that forgot its votes must not vote.
+    Raises `SlotDamaged` when a slot is damaged: a node that forgot its votes must not vote.
     """
 
     def __init__(

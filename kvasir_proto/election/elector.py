@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_proto.codec import decode, encode
+from kvasir_proto.effects import SlotDamaged
 from kvasir_proto.election.configuration import (
     Proposal,
     is_nominated,
@@ -25,7 +26,7 @@ from kvasir_proto.election.knowledge import ProvenKnowledge
 from kvasir_proto.election.lease import Promise, promised_until
 from kvasir_proto.election.options import ElectionOptions
 from kvasir_proto.election.readiness import sign_pre_vote
-from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, SwarmDigest, Term, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant, after, between
 from kvasir_proto.limits import ELECTORS_MAX, PROOF_SIZE_MAX, UINT32_MAX, Length
@@ -95,14 +96,11 @@ class Elector:
         self._founder = founder
         self._knowledge = knowledge
         self._options = options
-        self._vote: Vote | None = None
         try:
-            self._kept = _NOTHING if stored is None else decode(stored, STORED_PROMISES)
-            if self._kept.vote:
-                self._vote = decode(decode(self._kept.vote, SIGNED).payload, VOTE)
-            self._accepted = peek_proposal(self._kept.accepted) if self._kept.accepted else None
+            kept = (_NOTHING, None, None) if stored is None else read_promises(stored)
         except RemoteProtocolError as error:
-            raise LocalProtocolError(f"what this node stored of its votes is damaged: {error}") from error
+            raise SlotDamaged("election", str(error)) from error
+        self._kept, self._vote, self._accepted = kept
         self._bound_until = promised_until(now, options.lease)
         self._unused: dict[NodeId, tuple[int, Instant]] = {}
         self._courtesy: tuple[NodeId, Instant] | None = None
@@ -315,3 +313,13 @@ class Elector:
     def _keep(self, **changes: Any) -> None:
         self._kept = replace(self._kept, **changes)
         self.is_changed = True
+
+
+def read_promises(data: bytes) -> tuple[StoredPromises, Vote | None, Proposal | None]:
+    """What the slot `election` holds, the last vote and the last proposal in it.
+
+    Raises `RemoteProtocolError` for what cannot be read.
+    """
+    kept = decode(data, STORED_PROMISES)
+    vote = decode(decode(kept.vote, SIGNED).payload, VOTE) if kept.vote else None
+    return kept, vote, peek_proposal(kept.accepted) if kept.accepted else None

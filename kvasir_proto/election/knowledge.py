@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from kvasir_proto.codec import decode, encode
+from kvasir_proto.effects import SlotDamaged
 from kvasir_proto.election.configuration import LINK, STORED_LINKS_MAX, Link, anchored_link, open_link
 from kvasir_proto.election.evidence import Conviction, SeenBallots, verify_evidence
 from kvasir_proto.election.readiness import verify_readiness
-from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import SwarmDigest
 from kvasir_proto.limits import Length
 from kvasir_proto.messages import Family
@@ -33,6 +34,7 @@ from kvasir_proto.term_proof import (
     NO_PREDECESSOR,
     Electorate,
     ProvenTerm,
+    TermProof,
     decode_term_proof,
     verify_term_proof,
 )
@@ -99,27 +101,29 @@ class ProvenKnowledge:
         self.readiness: tuple[bytes, ...] = ()
         self._ready = (0, 0)
         self.changed: set[Change] = set()
+        # Our own files: their content was checked when it was learned, and is not checked again.
         try:
-            self._restore(stored_electorates, stored_fence)
+            if stored_electorates is not None:
+                self._restore_electorates(stored_electorates)
         except RemoteProtocolError as error:
-            raise LocalProtocolError(
-                f"what this node stored of its electorates is damaged: {error}"
-            ) from error
+            raise SlotDamaged("electorate", str(error)) from error
+        try:
+            if stored_fence is not None:
+                self._restore_fence(stored_fence)
+        except RemoteProtocolError as error:
+            raise SlotDamaged("fence", str(error)) from error
 
-    def _restore(self, stored_electorates: bytes | None, stored_fence: bytes | None) -> None:
-        """Our own files: their content was checked when it was learned, and is not checked again."""
-        if stored_electorates is not None:
-            stored = decode(stored_electorates, STORED_ELECTORATES)
-            self.is_anchored = self.is_anchored or stored.is_anchored
-            self._links = [_trusted_link(each) for each in stored.links]
-            for evidence in stored.evidence:
-                conviction = verify_evidence(evidence, self._swarm_digest)
-                self._convictions[conviction.liar] = (conviction, evidence)
-        if stored_fence is not None:
-            self.proof = decode(stored_fence, STORED_FENCE).proof
-            proof = decode_term_proof(self.proof)
-            self.fence = ProvenTerm(proof.epoch, proof.term, proof.backbone)
-            self._ballots.see(proof.votes)
+    def _restore_electorates(self, data: bytes) -> None:
+        stored, self._links = read_electorates(data)
+        self.is_anchored = self.is_anchored or stored.is_anchored
+        for evidence in stored.evidence:
+            conviction = verify_evidence(evidence, self._swarm_digest)
+            self._convictions[conviction.liar] = (conviction, evidence)
+
+    def _restore_fence(self, data: bytes) -> None:
+        self.proof, proof = read_fence(data)
+        self.fence = ProvenTerm(proof.epoch, proof.term, proof.backbone)
+        self._ballots.see(proof.votes)
 
     # --- what is known --------------------------------------------------------------------------------------
 
@@ -364,3 +368,15 @@ class ProvenKnowledge:
 
 def _trusted_link(data: bytes) -> Link:
     return Link(decode(data, LINK).electorate, data, b"")
+
+
+def read_electorates(data: bytes) -> tuple[StoredElectorates, list[Link]]:
+    """What the slot `electorate` holds. Raises `RemoteProtocolError` for what cannot be read."""
+    stored = decode(data, STORED_ELECTORATES)
+    return stored, [_trusted_link(each) for each in stored.links]
+
+
+def read_fence(data: bytes) -> tuple[bytes, TermProof]:
+    """The proof in the slot `fence`, as it is and what it says. Raises `RemoteProtocolError`."""
+    proof = decode(data, STORED_FENCE).proof
+    return proof, decode_term_proof(proof)

@@ -12,16 +12,41 @@ from typing import get_args
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_node.durable_file import durable_file
 from kvasir_node.swarm_files import KnownSwarm, SwarmFiles
-from kvasir_proto.admission import Invite, format_invite
+from kvasir_proto.admission import AdmissionKept, Invite, format_invite
 from kvasir_proto.codec import encode
 from kvasir_proto.effects import Slot
+from kvasir_proto.election.elector import StoredPromises
+from kvasir_proto.election.knowledge import StoredElectorates, StoredFence
 from kvasir_proto.errors import ConfigurationInvalid, DiskFull, KvasirError
 from kvasir_proto.ids import SwarmDigest, node_id_of
 from kvasir_proto.messages.membership import ReservedIncarnations
+from kvasir_proto.placement.plan import Plan
+from kvasir_proto.records import RecordsKept
+from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_electorate, make_term_proof
+from tests.proto.declared import example_of
 
 MODEL_DIGEST = bytes(range(32))
 KEPT = encode(ReservedIncarnations(64))
+
+
+def contents() -> dict[Slot, bytes]:
+    """Something in every slot that a core could have persisted."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    public_key, swarm = key.public_key().public_bytes_raw(), SwarmDigest(bytes(32))
+    alone = make_electorate(0, "pinned", [public_key])
+    term = ProvenTerm(0, 95, node_id_of(public_key))
+    vote = cast_vote(key, swarm, alone, term)
+    return {
+        "admission": encode(AdmissionKept((), None, (), (public_key,), ())),
+        "election": encode(StoredPromises(encode(vote), (), 0, 95, b"", b"")),
+        "electorate": encode(StoredElectorates(True, (), ())),
+        "fence": encode(StoredFence(make_term_proof(alone, term, [vote]))),
+        "incarnation": KEPT,
+        "plan": encode(example_of(Plan)),
+        "records": encode(RecordsKept(0, 0, ())),
+    }
 
 
 @pytest.fixture
@@ -233,7 +258,7 @@ def test_a_damaged_file_ends_a_start_and_is_named(
     path = tmp_path / "state" / name
     damaged = damage(path.read_bytes())
     path.write_bytes(damaged)
-    if (name, damage) in (("engine-generation", flip), ("slot-incarnation", flip)):
+    if (name, damage) == ("engine-generation", flip):
         return  # another number is no damage that anybody could see
     with pytest.raises(ConfigurationInvalid, match=f"{name} is damaged"):
         files.check_undamaged()
@@ -246,6 +271,56 @@ def test_only_what_the_swarm_tells_again_may_be_removed(files: SwarmFiles, slot:
     with pytest.raises(ConfigurationInvalid, match=f"slot-{slot} is damaged") as caught:
         files.check_undamaged()
     assert ("remove it" in str(caught.value)) == (slot in ("plan", "records"))
+
+
+@pytest.mark.parametrize("slot", get_args(Slot))
+def test_any_byte_of_a_slot_that_turned_is_found(files: SwarmFiles, tmp_path: Path, slot: Slot) -> None:
+    """A fence with another term in it decodes, and was believed."""
+    files.save_slot(slot, contents()[slot])
+    files.check_undamaged()
+    path = tmp_path / "state" / f"slot-{slot}"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(ConfigurationInvalid, match=f"slot-{slot} is damaged") as caught:
+            files.check_undamaged()
+        assert str(path) in str(caught.value)
+        assert caught.value.exit_code == 6
+
+
+@pytest.mark.parametrize("slot", get_args(Slot))
+def test_a_slot_is_not_taken_for_another(files: SwarmFiles, tmp_path: Path, slot: Slot) -> None:
+    other: Slot = "fence" if slot != "fence" else "plan"
+    files.save_slot(slot, b"data")
+    (tmp_path / "state" / f"slot-{slot}").rename(tmp_path / "state" / f"slot-{other}")
+    with pytest.raises(ConfigurationInvalid, match=f"slot-{other} is damaged: its checksum"):
+        files.load_slots()
+
+
+def test_slots_of_earlier_builds_are_taken_over_and_get_checksums(files: SwarmFiles, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    for slot, data in contents().items():
+        (tmp_path / "state" / f"slot-{slot}").write_bytes(data)
+    files.check_undamaged()
+    assert files.load_slots() == contents()
+    files.claim_slots(OTHER_SWARM, OTHER_NODE)
+    assert files.load_slots() == contents()
+    path = tmp_path / "state" / "slot-fence"
+    path.write_bytes(path.read_bytes().replace(bytes([95]), bytes([96])))
+    with pytest.raises(ConfigurationInvalid, match="slot-fence is damaged"):
+        files.check_undamaged()
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not(
+    files: SwarmFiles, tmp_path: Path
+) -> None:
+    files.save_slot("fence", b"whole")
+    (tmp_path / "state" / ".partial-left").write_bytes(b"ha")
+    with durable_file(tmp_path / "state" / "slot-plan") as file:
+        file.write(b"x")
+        files.remove_leftovers()
+    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == ["slot-fence", "slot-plan"]
+    SwarmFiles(tmp_path / "nowhere").remove_leftovers()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

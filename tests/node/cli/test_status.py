@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -22,7 +22,9 @@ from kvasir_node.locations import locate
 from kvasir_node.swarm_files import SwarmFiles
 from kvasir_proto.admission import Invite, format_invite
 from kvasir_proto.codec import encode
-from kvasir_proto.election.knowledge import StoredFence
+from kvasir_proto.effects import Slot
+from kvasir_proto.election.elector import StoredPromises
+from kvasir_proto.election.knowledge import StoredElectorates, StoredFence
 from kvasir_proto.election.states import Role
 from kvasir_proto.errors import TransportUnavailable
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
@@ -241,6 +243,24 @@ def test_any_damaged_file_is_named_and_the_rest_is_said(tmp_path: Path, name: st
     document = outcome.document
     assert (document["node_id"], document["swarm"]) == (node_id, swarm.hex())
     assert f"{name} is damaged" in document["damaged"]
+
+
+@pytest.mark.parametrize("slot", get_args(Slot))
+def test_what_a_core_would_refuse_in_a_slot_is_named_with_its_path(tmp_path: Path, slot: Slot) -> None:
+    """Damage below the outermost frame ended `run` with 1, and the sentence had no path."""
+    remember(tmp_path)
+    files = SwarmFiles(tmp_path / "state")
+    inside: dict[Slot, bytes] = {
+        "election": encode(StoredPromises(b"no", (), 0, 0, b"", b"")),
+        "electorate": encode(StoredElectorates(True, (b"no",), ())),
+        "fence": encode(StoredFence(b"no")),
+    }
+    files.save_slot(slot, inside.get(slot, b"no"))
+    said = f"{tmp_path / 'state'}/slot-{slot} is damaged: "
+    assert said in call("status", "--json", home=tmp_path).document["damaged"]
+    outcome = call("run", home=tmp_path)
+    assert outcome.status == 6
+    assert said in outcome.sentence
 
 
 def test_another_identity_than_the_slots_is_said(tmp_path: Path) -> None:

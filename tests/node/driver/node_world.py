@@ -24,6 +24,7 @@ from kvasir_node.ports import Claim
 from kvasir_node.swarm_files import KnownSwarm
 from kvasir_proto.admission import Invite
 from kvasir_proto.effects import Slot
+from kvasir_proto.errors import ConfigurationInvalid, KvasirError
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest
 from kvasir_proto.node_core import LAN
@@ -179,6 +180,10 @@ class TwinNode:
     def load_slots(self) -> dict[Slot, bytes]:
         """See `HomeFiles`."""
         return dict(self.slots)
+
+    def slot_damaged(self, slot: Slot, reason: str) -> KvasirError:
+        """See `HomeFiles`."""
+        return ConfigurationInvalid(f"slot-{slot} is damaged: {reason}")
 
     async def _save(self, slot: Slot, data: bytes) -> None:
         await trio.sleep(SAVE_S)

@@ -15,12 +15,15 @@ from trio.testing import MockClock
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
+from kvasir_proto.codec import encode
 from kvasir_proto.election.configuration import make_recovery
-from kvasir_proto.errors import KvasirError, NotReady, RemoteProtocolError
+from kvasir_proto.election.knowledge import StoredElectorates
+from kvasir_proto.errors import ConfigurationInvalid, KvasirError, NotReady, RemoteProtocolError
 from kvasir_proto.ids import public_key_of
 from kvasir_proto.instants import seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.events import ClockSuspected
+from kvasir_proto.messages.election import Evidence
 from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import GenerateRequest
 from kvasir_proto.placement.plan import Plan
@@ -28,6 +31,7 @@ from kvasir_proto.sampling import Sampling
 from kvasir_proto.signing import sign_message
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.twins import TwinEngine, until
+from tests.proto.declared import example_of
 from tests.proto.small_swarm import RECOVERY_KEY
 
 
@@ -375,6 +379,22 @@ async def test_whom_the_founder_revokes_is_out_everywhere_and_on_disk_first(
         core = second.duty._core
         assert core is not None
         await until(lambda: core.record_of(out.node_id) is None)
+
+
+async def test_a_slot_that_the_core_refuses_ends_the_start_and_is_named(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    """It ended `run` with 1, and nothing said which file it was."""
+    async with trio.open_nursery() as nursery:
+        world = NodeWorld(nursery, model, tmp_path)
+        node = TwinNode(world, 0)
+        node.slots["electorate"] = encode(StoredElectorates(True, (), (example_of(Evidence),)))
+        node.start()
+        await until(lambda: bool(world.failures))
+        (error,) = world.failures
+        assert isinstance(error, ConfigurationInvalid)
+        assert "slot-electorate is damaged" in str(error)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_wrong_clock_is_in_the_log(
