@@ -405,6 +405,23 @@ class AdmissionBook:
         return self._is_issuer(self._public_key)
 
     @property
+    def revoked_reason(self) -> str:
+        """Why this node is no member any more, by the founder's signed word; empty while nothing says so."""
+        if ("node", self._public_key) in self._revoked:
+            return "the founder has revoked this node's membership"
+        is_by_credential = self._credential is not None and self._public_key != self.founder
+        if self._swarm.manifest.admission == "open" or not is_by_credential:
+            return ""
+        assert self._credential is not None
+        credential, issuer = open_credential(self._credential, self._swarm.digest)
+        if ("invite", credential.invite) in self._revoked:
+            return "the founder has revoked the invite that this node came with"
+        is_issuer_out = ("issuer", issuer) in self._revoked
+        return (
+            "the founder has revoked all that the issuer of its credential admitted" if is_issuer_out else ""
+        )
+
+    @property
     def founder(self) -> bytes:
         """The public key that founded the swarm."""
         return self._swarm.manifest.founder_public_key

@@ -316,7 +316,7 @@ NodeEvent: TypeAlias = (
 )
 
 NodeState: TypeAlias = Literal[
-    "joining", "electing", "loading", "ready", "degraded", "isolated", "conflicted", "stopping"
+    "joining", "electing", "loading", "ready", "degraded", "isolated", "conflicted", "revoked", "stopping"
 ]
 
 
@@ -516,7 +516,9 @@ class NodeCore:
         self._needed: frozenset[NodeId] = frozenset()
         self._electors: frozenset[NodeId] = frozenset()
         self._absent_since: dict[NodeId, Instant] = {}
+        self._revoked_reason = ""
         self._note_electors(now)
+        self._note_revocation(now)
         self._settle(now)
 
     # --- the five verbs -------------------------------------------------------------------------------------
@@ -703,7 +705,8 @@ class NodeCore:
     @property
     def is_admitted(self) -> bool:
         """Whether this node needs no invite (any more) to be a member."""
-        return not self._is_by_invitation or self._is_founder or self._admission.credential is not None
+        has_credential = self._admission.credential is not None and not self._revoked_reason
+        return not self._is_by_invitation or self._is_founder or has_credential
 
     @property
     def incarnation(self) -> int:
@@ -759,6 +762,8 @@ class NodeCore:
         )
 
     def _state(self) -> tuple[NodeState, str]:
+        if self._revoked_reason and not self._has_left:
+            return "revoked", self._revoked_reason
         state, reason = self._state_in_swarm()
         troubles = [each for each in (self._steadiness.reason, self._clock_trouble()) if each]
         if state in ("ready", "degraded") and troubles:
@@ -918,6 +923,7 @@ class NodeCore:
                 self._note_change(now.instant)
             case CredentialGained():
                 self._admission_failure = ""
+                self._note_revocation(now)
                 self._describe_itself(now)
                 self._note_change(now.instant)
             case AdmissionFailed():
@@ -927,8 +933,11 @@ class NodeCore:
                 view = self._membership.view()
                 if view:
                     self._compare_revocations((self._entropy.choice(view),), now)
+                else:
+                    self._ask_whether_revoked(now)
             case MembershipChanged():
                 self._book.command(JudgeAnew(), now)
+                self._note_revocation(now)
                 self._note_change(now.instant)
             case VerdictChanged(node_id):
                 self._hear_of_verdict(node_id, now.instant)
@@ -948,6 +957,23 @@ class NodeCore:
         if between(self._compared_at, now.instant) >= COMPARE_SPACING or self._admission.is_waiting:
             self._compared_at = now.instant
             self._admission.command(CompareRevocations(node_ids), now)
+
+    def _ask_whether_revoked(self, now: Now) -> None:
+        """Nobody answers: the swarm may be gone, or this node put out of it. What was revoked electors tell
+        anybody who asks, also whom they do not hear otherwise."""
+        electors = tuple(node_id_of(each) for each in self._election.electorate.members)
+        self._compare_revocations(electors, now)
+
+    def _note_revocation(self, now: Now) -> None:
+        """Whether this node is out: said, and then it leads no more. A new invite brings it in again."""
+        reason = self._admission.revoked_reason
+        if reason == self._revoked_reason:
+            return
+        self._revoked_reason = reason
+        if reason:
+            self._effects.append(Notice("membership_revoked", (("reason", reason),)))
+            if self._election.role is not Role.FOLLOWER:
+                self._election.command(StepDown("its membership was revoked"), now)
 
     def _hear_of_member(self, event: MemberChanged, now: Now) -> None:
         standing = self._standing.get(event.node_id)
@@ -971,6 +997,8 @@ class NodeCore:
             if standing is not None:
                 standing.is_absent = True
             self._forget_holding(event.node_id)
+            if self._membership.live_count == 1:
+                self._ask_whether_revoked(now)
         fence = self._election.fence
         if fence is not None and fence.backbone == event.node_id and event.state != "alive":
             self._election.command(SuspectBackbone(event.node_id), now)
@@ -1226,7 +1254,8 @@ class NodeCore:
 
     def _review_candidacy(self, now: Now) -> None:
         own = self._standing.get(self._node_id)
-        own_rank = own.rank if own is not None and not self._conflict else None
+        is_barred = bool(self._conflict or self._revoked_reason)
+        own_rank = own.rank if own is not None and not is_barred else None
         position = 0
         if own_rank is not None:
             ranks = self._ranks_alive()

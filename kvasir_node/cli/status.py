@@ -38,7 +38,8 @@ _STYLES: Final = {
     ),
     **dict.fromkeys(("suspect", "slow", "indirect", "clock", "left"), "yellow"),
     **dict.fromkeys(
-        ("isolated", "conflicted", "dead", "unreachable", "quarantined", "unfit", "not running"), "red"
+        ("isolated", "conflicted", "revoked", "dead", "unreachable", "quarantined", "unfit", "not running"),
+        "red",
     ),
 }
 _SHORT_RANKS: Final = {"backbone": "bb", "output": "out", "bulk": "bulk"}

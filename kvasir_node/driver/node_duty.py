@@ -589,6 +589,8 @@ class NodeDuty:
         assert self._backbone is not None
         assert self._holder is not None
         assert self._certifier is not None
+        if view.state == "revoked":
+            return view.state, view.reason
         if self._certifier.is_needed and view.state not in ("conflicted", "stopping"):
             return "certifying", self._certifier.progress or self._holder.state()[1]
         if view.fence is not None and view.fence.backbone == self._host.node_id and view.lease_until:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ from kvasir_proto.admission import (
     Revocation,
     Revoke,
     UseInvite,
+    invite_key,
     sign_revocation,
 )
 from kvasir_proto.capability import RankVerdict, seal_record
@@ -628,6 +629,63 @@ def invite(swarm: SmallSwarm, issuer: SmallNode, node: SmallNode, secret: bytes)
 
 def knows(observer: SmallNode, node: SmallNode) -> bool:
     return observer.core is not None and observer.core.record_of(node.node_id) is not None
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("gossips", [False, True])
+@pytest.mark.parametrize(
+    "of, admission", [("node", "open"), ("node", "invite"), ("invite", "invite"), ("issuer", "invite")]
+)
+def test_who_is_revoked_learns_it_and_says_so(
+    of: Literal["node", "invite", "issuer"], admission: str, gossips: bool, is_away: bool
+) -> None:
+    """It called itself isolated, with all others dead; and after a restart ready, for a moment."""
+    swarm = SmallSwarm(2, admission=admission)
+    swarm.run(seconds(5))
+    founder, out = swarm.node(1), swarm.node(2)
+    if admission == "invite":
+        invite(swarm, founder, out, b"0123456789abcdef")
+    swarm.run(seconds(60), lambda: all_ready(swarm))
+    swarm.gossips = gossips
+    if is_away:
+        swarm.kill(out)
+    issuer = founder.node_id if of == "issuer" else out.node_id
+    secret = invite_key(b"0123456789abcdef").public_key().public_bytes_raw()
+    revocation = Revocation(1, of, secret if of == "invite" else public_key_of(issuer))
+    assert founder.core is not None
+    founder.core.command(Revoke(sign_revocation(key_of(1), swarm.swarm, revocation)), swarm.now())
+    swarm._do(founder)
+    if is_away:
+        swarm.run(seconds(20))
+        swarm.start(out)
+    swarm.run(seconds(150), lambda: out.core is not None and out.core.view().state == "revoked")
+    assert out.core is not None
+    assert "the founder has revoked" in out.core.view().reason
+    assert ("membership_revoked",) in [(each.event,) for each in of_type(out, Notice)]
+    swarm.run(seconds(30))
+    swarm.kill(out)
+    swarm.start(out)
+    assert out.core.view().state == "revoked", "from the first moment"
+    assert out.core.view().role is Role.FOLLOWER
+    assert founder.core.view().state != "revoked"
+
+
+def test_a_new_invite_brings_in_again_whose_invite_was_revoked() -> None:
+    swarm = SmallSwarm(2, admission="invite")
+    swarm.run(seconds(5))
+    founder, out = swarm.node(1), swarm.node(2)
+    invite(swarm, founder, out, b"0123456789abcdef")
+    swarm.run(seconds(60), lambda: all_ready(swarm))
+    secret = invite_key(b"0123456789abcdef").public_key().public_bytes_raw()
+    assert founder.core is not None
+    signed = sign_revocation(key_of(1), swarm.swarm, Revocation(1, "invite", secret))
+    founder.core.command(Revoke(signed), swarm.now())
+    swarm._do(founder)
+    swarm.run(seconds(60), lambda: out.core is not None and out.core.view().state == "revoked")
+    assert out.core is not None
+    assert not out.core.is_admitted
+    invite(swarm, founder, out, b"fedcba9876543210")
+    swarm.run(seconds(60), lambda: all_ready(swarm))
 
 
 def test_a_member_that_was_away_learns_what_was_revoked_before_it_trusts_anybody() -> None:

@@ -379,6 +379,7 @@ async def test_whom_the_founder_revokes_is_out_everywhere_and_on_disk_first(
         core = second.duty._core
         assert core is not None
         await until(lambda: core.record_of(out.node_id) is None)
+        await until(lambda: out.duty.state() == ("revoked", "the founder has revoked this node's membership"))
 
 
 async def test_a_slot_that_the_core_refuses_ends_the_start_and_is_named(
