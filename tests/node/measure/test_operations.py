@@ -15,6 +15,7 @@ from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_node.measure.backends_here import Backend, backends_here, choose_backends
 from kvasir_node.measure.operations import (
     OPERATIONS,
+    MeasuredClass,
     OperationsMeasurement,
     OperationsSettings,
     PairFigures,
@@ -195,6 +196,22 @@ def test_products_a_hundredth_too_large_are_of_no_class() -> None:
 
     found = measured(Backend("scaled", False, scaled))
     assert {each.backend for each in found.unclassified} == {"scaled"}
+
+
+@pytest.mark.parametrize(
+    "arithmetic, is_strange",
+    [
+        (EquivalenceClass("Q8_0", "UNKNOWN"), True),
+        (EquivalenceClass("UNKNOWN", "F32"), True),
+        (EquivalenceClass("UNKNOWN", "F16"), False),
+        (EquivalenceClass("F16", "MIXED"), False),
+    ],
+)
+def test_short_sums_may_hide_how_rows_are_rounded(arithmetic: EquivalenceClass, is_strange: bool) -> None:
+    measured_class = MeasuredClass("x", "f32", 8, arithmetic, "", True, True, SHAPE)
+    settings = OperationsSettings(SHAPE, 2, ("f32",), (8,))
+    found = OperationsMeasurement(settings, (), (measured_class,), (), ())
+    assert bool(found.unclassified) == is_strange
 
 
 def test_weights_that_a_backend_does_not_compute_with_are_told_and_left_out() -> None:
