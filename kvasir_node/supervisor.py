@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.backoff import retry_delay_s
 from kvasir_node.ports import EnginePort
+from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import LogFormat, LogLevel, get_logger
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.codec import decode, encode
@@ -395,7 +396,7 @@ async def start_engine(
         )
     except OSError as error:
         ours.close()
-        raise EngineFailed(f"an engine process could not be started: {error}") from error
+        raise EngineFailed(f"an engine process could not be started: {in_words(error)}") from error
     finally:
         theirs.close()
     engine = Engine(role, process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))

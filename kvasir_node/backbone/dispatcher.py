@@ -44,6 +44,7 @@ from kvasir_node.backbone.row_audit import RowAudit
 from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
+from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import Answer, FrameKind, WireType
@@ -782,7 +783,7 @@ class Dispatcher:
         try:
             holder.send_pending()
         except OSError as error:
-            self._lose(index, "closed", f"sending failed: {error}")
+            self._lose(index, "closed", f"sending failed: {in_words(error)}")
             return
         if holder.wants_to_send:
             self._poll.modify(holder.fileno(), select.POLLIN | select.POLLOUT)
@@ -835,7 +836,7 @@ class Dispatcher:
                 if self._places[index] is not place or not holder.outstanding:
                     break
         except OSError as error:
-            self._lose(index, "closed", str(error) or type(error).__name__)
+            self._lose(index, "closed", in_words(error))
             return True
         except RemoteProtocolError as error:
             self._lose(index, error.code, str(error))

@@ -41,6 +41,7 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.expert_bytes import ExpertSource as ExpertBytes
 from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.native_library import load as load_native_library
+from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.dispatch import Opening
@@ -507,7 +508,7 @@ class BackboneEngine:
                 raise
         except (OSError, ProtocolError, KvasirError) as error:
             code = error.code if isinstance(error, RemoteProtocolError) else "unreachable"
-            self._channel.send(HolderLost(message.node_id, code, as_sentence(str(error))))
+            self._channel.send(HolderLost(message.node_id, code, as_sentence(in_words(error))))
             return
         self._settle_soon()  # its worker keeps what an older connection of it needs until that one ends
         self._channel.send(HolderConnected(message.node_id))

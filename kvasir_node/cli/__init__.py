@@ -19,6 +19,7 @@ from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.cli.standard_streams import OutputUnwritable, abandon_output, open_standard_streams
 from kvasir_node.command_word import is_daemon
+from kvasir_node.system_words import in_words
 from kvasir_proto.errors import KvasirError, ProtocolError, UsageError
 from kvasir_proto.limits import as_sentence
 
@@ -112,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ProtocolError as error:
         return _fail(str(error), 1)
     except OSError as error:
-        return _fail(str(error), 1)
+        return _fail(in_words(error), 1)
 
 
 def _fail(sentence: str, status: int) -> int:

@@ -30,6 +30,7 @@ from kvasir_node.control import request_status
 from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.locations import Locations
 from kvasir_node.model.store import SPARE_BYTES, ModelStore
+from kvasir_node.system_words import in_words
 from kvasir_proto.errors import DaemonUnreachable, KvasirError, NotRunning
 from kvasir_proto.limits import Kernel
 
@@ -125,7 +126,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except (KvasirError, OSError, ValueError, ImportError) as error:
-        return Check(name, False, str(error) or type(error).__name__, "see the message")
+        return Check(name, False, in_words(error), "see the message")
 
 
 def check_python() -> Check:

@@ -444,6 +444,8 @@ class BackboneDuty:
         planned = plan.coverage().holders_min
         if coverage.holders_min < planned:
             fewer = f"some expert has {coverage.holders_min} of {planned} planned holders"
+            if not coverage.holders_min:  # and yet all are held: nothing is lost
+                fewer = "every expert has a holder, some only by the plan before: the new ones are loading"
             return "degraded", "; ".join([fewer, *self._failures()])
         return ("degraded", plan.degraded) if plan.degraded else ("ready", "")
 

@@ -16,6 +16,7 @@ import trio
 from zeroconf import InterfaceChoice, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
 from kvasir_node.net.dialler import address_of
+from kvasir_node.system_words import in_words
 from kvasir_proto.ids import NodeId, SwarmDigest, is_node_id
 
 SERVICE: Final = "_kvasir._tcp.local."
@@ -52,7 +53,7 @@ class LanDiscovery:
             try:
                 await self._run_once(found)
             except OSError as error:
-                log.warning("lan_unavailable", reason=str(error), retry_s=_RETRY_S)
+                log.warning("lan_unavailable", reason=in_words(error), retry_s=_RETRY_S)
             await trio.sleep(_RETRY_S)
 
     async def _run_once(self, found: FoundOnLan) -> None:

@@ -73,7 +73,7 @@ class MembersFile:
         try:
             await trio.to_thread.run_sync(self._write, data)
         except OSError as error:
-            log.warning("members_file_unwritable", path=str(self._path), reason=str(error))
+            log.warning("members_file_unwritable", path=str(self._path), reason=error.strerror or str(error))
 
     def _write(self, data: bytes) -> None:
         with durable_file(self._path) as file:

@@ -29,6 +29,7 @@ from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_node.kernels.speed import program_like
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.manifest_file import read_manifest
+from kvasir_node.system_words import in_words
 from kvasir_proto import dispatch
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.audit.verdict import word_of
@@ -152,7 +153,7 @@ def challenge(message: ChallengeHolder, credentials: EngineCredentials) -> Holde
             with ExpertSource(Path(message.source_path), manifest) as source:
                 outcome, reason = _judge(message, manifest, shard, source.read, conversation, findings)
     except (OSError, RemoteProtocolError) as error:
-        outcome, reason = "inconclusive", str(error) or type(error).__name__
+        outcome, reason = "inconclusive", in_words(error)
     return HolderChallenged(
         request=message.request,
         outcome=outcome,

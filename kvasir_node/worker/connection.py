@@ -20,6 +20,7 @@ from typing import Final
 
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import load
+from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import Answer, DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode, WireType
@@ -103,7 +104,7 @@ class BackboneConnection:
             self._refuse(dispatch.request_id_of(self._incoming), error)
             return f"{error.code}: {error}"
         except OSError as error:
-            return str(error) or type(error).__name__
+            return in_words(error)
 
     def _receive_frame(self, stop: threading.Event) -> int:
         """Wait for one whole frame at the start of the buffer; its size there, or 0 at a clean end.

@@ -37,6 +37,7 @@ from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.speed import measure_row_ns
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.manifest_file import read_manifest
+from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto.dispatch import Opening
@@ -275,7 +276,7 @@ class WorkerEngine:
             except OSError as error:
                 if listener is not self._listener:
                     return
-                log.warning("accept_failed", reason=str(error))
+                log.warning("accept_failed", reason=in_words(error))
                 time.sleep(0.1)  # out of descriptors: give connections time to end
                 continue
             self._strangers[sock] = None
@@ -309,7 +310,7 @@ class WorkerEngine:
             check_pinned(connection, hashlib.sha256(certificate).digest())
             reason = self._serve_from_shard(connection)
         except (OSError, RemoteProtocolError) as error:
-            reason = str(error) or type(error).__name__
+            reason = in_words(error)
         finally:
             self._strangers.pop(sock, None)
             self._connections.discard(sock)

@@ -642,6 +642,24 @@ async def test_whose_share_stays_the_same_is_left_in_peace(
         assert backbone.engine.count(RemoveHolder) == 0
 
 
+async def test_what_the_plan_before_still_serves_is_not_called_lost(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    """It said that some expert has 0 of its planned holders, while each was held."""
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        first, second, third = backbone.add_holders(3)
+        backbone.elect()
+        backbone.issue(backbone.make_of(*[(first,)] * 4, *[(second,)] * 4))
+        await until(lambda: backbone.state == "ready")
+        third.load_s = 20.0
+        backbone.issue(backbone.make_of(*[(first,)] * 4, *[(third,)] * 4))
+        await trio.sleep(10.0)
+        assert backbone.state == "degraded"
+        assert backbone.reason.startswith("every expert has a holder, some only by the plan before")
+        await until(lambda: backbone.state == "ready")
+
+
 async def test_a_plan_that_changes_under_a_session_adds_before_it_drops(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
