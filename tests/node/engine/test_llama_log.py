@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 
 import llama_cpp
 import pytest
@@ -74,6 +75,18 @@ def _listener() -> int | None:
     return ctypes.cast(callback, ctypes.c_void_p).value
 
 
+@pytest.fixture
+def listens_otherwise() -> Iterator[None]:
+    """Somebody hears llama.cpp's lines already, whatever tests before have had captured."""
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
+    listener = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+    llama_cpp.llama_log_set(listener, ctypes.c_void_p())
+    yield
+    llama_cpp.llama_log_set(callback, data)
+
+
+@pytest.mark.usefixtures("listens_otherwise")
 @pytest.mark.parametrize("error", [None, KeyError("what goes wrong inside")])
 def test_a_log_captured_for_a_while_goes_where_it_went_before(error: Exception | None) -> None:
     before = _listener()
