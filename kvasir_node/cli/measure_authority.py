@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from kvasir_node.bench.machine import describe_machine
-from kvasir_node.cli.measure_levels import SINGLY, WINDOW, plain
+from kvasir_node.cli.measure_levels import SINGLY, TEXT_BYTES_MAX, WINDOW, plain
 from kvasir_node.cli.measured_model import prepare_reference, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
@@ -20,6 +20,7 @@ from kvasir_node.measure.recording import cut_into_windows
 from kvasir_node.measure.task import HELD_OUT_TEXT
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import OutOfTolerance, UsageError
 
 SCHEMA_VERSION: Final = 1
@@ -91,7 +92,7 @@ def measure_pairs(
     """Every pair on the held-out text."""
     settings = ModelSettings(n_ctx=WINDOW, n_threads=threads)
     with InProcessModel(stored, settings, is_watched=False) as alone:
-        tokens = alone.tokenize(HELD_OUT_TEXT.read_text(encoding="utf-8"))
+        tokens = alone.tokenize(read_small_file(HELD_OUT_TEXT, TEXT_BYTES_MAX).decode())
     windows = cut_into_windows(tokens, positions, WINDOW)
     return tuple(measure_authority(stored, pair, windows, settings, SINGLY, note) for pair in pairs)
 

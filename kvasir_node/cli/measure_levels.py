@@ -26,6 +26,7 @@ from kvasir_node.measure.statistics import LogitsComparison
 from kvasir_node.measure.task import HELD_OUT_TEXT, read_items
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
+from kvasir_node.small_file import read_small_file
 from kvasir_node.working_directory import working_directory
 from kvasir_proto.errors import OutOfTolerance, UsageError
 from kvasir_proto.limits import CONTEXT_LENGTH_MAX
@@ -37,7 +38,7 @@ POSITIONS: Final = 2048
 PROMPTS: Final = 16
 GENERATED: Final = 48
 ITEMS: Final = 640
-_TEXT_BYTES_MAX: Final = 16 << 20
+TEXT_BYTES_MAX: Final = 16 << 20
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -334,9 +335,7 @@ def _prepared(session: CommandSession, asked: Asked) -> tuple[StoredModel, tuple
 def _text_of(asked: Asked) -> str:
     path = HELD_OUT_TEXT if asked.text is None else asked.text
     try:
-        if path.stat().st_size > _TEXT_BYTES_MAX:
-            raise UsageError(f"{path} is too large for a text to measure with")
-        return path.read_text(encoding="utf-8")
+        return read_small_file(path, TEXT_BYTES_MAX).decode()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:

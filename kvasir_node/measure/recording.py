@@ -23,6 +23,7 @@ from kvasir_node.measure.in_process import Continuation, Traces, joined_traces
 from kvasir_node.measure.sides import OpenSide
 from kvasir_node.measure.statistics import Logits, open_logits
 from kvasir_node.measure.task import ClozeItem, choice_score, log_softmax, read_items
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import EngineFailed, UsageError
 
 SCHEMA_VERSION: Final = 1
@@ -137,9 +138,7 @@ def load_recording(directory: Path) -> Recording:
     path = directory / _DOCUMENT
     wrong = UsageError(f"{directory} holds no saved reference: 'measure save' makes one")
     try:
-        if path.stat().st_size > _DOCUMENT_BYTES_MAX:
-            raise wrong
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = json.loads(read_small_file(path, _DOCUMENT_BYTES_MAX))
         if document["schema_version"] != SCHEMA_VERSION:
             raise UsageError(f"{directory} was saved by another version: save it again")
         n_scores = len(document["scores"])

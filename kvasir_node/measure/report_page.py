@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvasir_node.measure.plots import comparator_plot, interval_plot, line_plot, value_plot
+from kvasir_node.small_file import read_small_file
 
 Document = dict[str, Any]
 
 _STYLE: Final = Path(__file__).parents[1] / "data" / "report.css"
+_STYLE_BYTES_MAX: Final = 1 << 20
 
 
 def render_page(document: Document) -> str:
@@ -33,10 +35,11 @@ def render_page(document: Document) -> str:
         _authority(document),
         _causes(document),
     )
+    style = read_small_file(_STYLE, _STYLE_BYTES_MAX).decode()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Kvasir: numerical equivalence</title><style>{_STYLE.read_text(encoding='utf-8')}</style>"
+        f"<title>Kvasir: numerical equivalence</title><style>{style}</style>"
         "</head><body>"
         f"{''.join(sections)}</body></html>\n"
     )

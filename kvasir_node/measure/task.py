@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.measure.intervals import Z_95, Interval, mean_error, share_interval
+from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import UsageError
 
 Float64Array = npt.NDArray[np.float64]
@@ -69,9 +70,7 @@ def read_items(path: Path = CLOZE_ITEMS, n_items: int | None = None) -> tuple[Cl
     Raises `UsageError` for a file that does not hold items.
     """
     try:
-        if path.stat().st_size > _ITEMS_BYTES_MAX:
-            raise UsageError(f"{path} is too large for a list of items")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_small_file(path, _ITEMS_BYTES_MAX).decode().splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:

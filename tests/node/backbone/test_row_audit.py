@@ -125,7 +125,7 @@ def test_an_honest_holder_passes_its_examination_and_every_expert_was_asked(audi
 def test_a_liar_is_found_before_it_is_asked_for_anything_that_counts(audited: Audited, lie: Lie) -> None:
     verdict = examined(audited.audit, EXPERTS.load(liar(lie)))
     assert verdict is not None
-    # Of short sums a few rows in a hundred come out as far off as those of worse liars (docs/reference/audit.md).
+    # Short sums look worse than they are now and then (docs/reference/audit.md).
     assert verdict.word in (("unfit", "quarantined") if lie == "f16" else ("quarantined",))
     assert [each for each, _ in audited.verdicts] == [verdict]
     assert audited.verdicts[0][1] <= 64
