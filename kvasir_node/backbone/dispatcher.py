@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from kvasir_node.backbone.holder import (
     Request,
 )
 from kvasir_node.backbone.hook import DecodeAborted, LayerCall
-from kvasir_node.backbone.row_audit import RowAudit
 from kvasir_node.backbone.wire_types import exact_wire_type
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.native_library import NativeLibrary
@@ -59,6 +58,9 @@ from kvasir_proto.errors import (
 from kvasir_proto.ids import NodeId
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram
+
+if TYPE_CHECKING:  # the audit costs memory: who is audited imports it
+    from kvasir_node.backbone.row_audit import RowAudit
 
 log = get_logger()
 

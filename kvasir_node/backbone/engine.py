@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
-from kvasir_node.backbone.row_audit import Claim, RowAudit
 from kvasir_node.backbone.rpc_experts import RpcExperts
 from kvasir_node.backbone.session import (
     EmittedToken,
@@ -83,6 +82,9 @@ from kvasir_proto.messages.engine import (
 )
 from kvasir_proto.placement.ranks import bulk_layers, output_layers
 from kvasir_proto.program import ExpertProgram
+
+if TYPE_CHECKING:
+    from kvasir_node.backbone.row_audit import RowAudit
 
 log = get_logger()
 
@@ -243,6 +245,8 @@ class BackboneEngine:
                     self._on_layer, bulk_layers(manifest.moe_layers) if message.partial_sums else ()
                 )
                 if message.audit_path is not None:
+                    from kvasir_node.backbone.row_audit import RowAudit  # 4 MB, only for who audits
+
                     whole_model = ExpertBytes(Path(message.audit_path), manifest)
                     audit = RowAudit(manifest, whole_model.read, self._on_verdict)
                 dispatcher = Dispatcher(
@@ -326,6 +330,8 @@ class BackboneEngine:
         """
         if self._audit is None or self._manifest is None:
             return
+        from kvasir_node.backbone.row_audit import Claim
+
         claim = Claim(message.adds_in_f32, message.activation, message.claim_digest)
         self._audit.take_claim(message.node_id, claim)
         verdict = self._audit.examine(holder, shard, self._programs, self._lease.check())
