@@ -53,6 +53,11 @@ class Candidacy:
         return tuple(node_id_of(each) for each in self.electorate.members if each not in answered)
 
     @property
+    def is_backed(self) -> bool:
+        """Whether any elector would vote for it."""
+        return bool(self._pre_votes)
+
+    @property
     def is_ready(self) -> bool:
         """Whether a quorum would vote for it."""
         return len(self._pre_votes) >= self.electorate.quorum

@@ -495,8 +495,14 @@ class ElectionCore:
             self._on_vote_grant(grant, self._node_id, now)
 
     def _campaign(self, now: Instant) -> None:
+        candidacy = self._candidacy
         if now >= self._deadline:
-            self._end_candidacy(RoleEvent.PATIENCE_OVER, now, self._options.patience)
+            # Electors take only so many messages of strangers a second: who got no yes waits as if refused.
+            is_backed = candidacy is not None and candidacy.is_backed
+            wait = self._options.patience
+            self._end_candidacy(
+                RoleEvent.PATIENCE_OVER, now, wait, is_own_failure=is_backed or self._elector.is_elector()
+            )
         elif now >= self._retry_at:
             self._ask_electors(now)
 
