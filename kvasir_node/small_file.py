@@ -10,15 +10,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
+
+
+def open_regular_file(path: Path) -> BufferedReader:
+    """The file, to be read. Raises `OSError`, also for what is no regular file, without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
 
 
 def read_small_file(path: Path, size_bytes_max: int) -> bytes:
     """The whole file. Raises `OSError`, also for what is no regular file or larger (`EFBIG`)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    with open_regular_file(path) as file:
         data = file.read(size_bytes_max + 1)
     if len(data) > size_bytes_max:
         raise OSError(errno.EFBIG, f"it is larger than {size_bytes_max} bytes", str(path))

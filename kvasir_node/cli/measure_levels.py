@@ -20,7 +20,8 @@ from kvasir_node.foreground import run_in_foreground
 from kvasir_node.measure.backends_here import Backend, backends_here
 from kvasir_node.measure.in_process import ModelSettings
 from kvasir_node.measure.levels import LevelsComparison, compare_recordings
-from kvasir_node.measure.recording import Recording, Workload, cut_into_windows, load_recording, record
+from kvasir_node.measure.recording import Recording, Workload, cut_into_windows, record
+from kvasir_node.measure.saved_reference import load_reference, save_reference
 from kvasir_node.measure.sides import LLAMA_CPP, SAVED, SWARM, SideSettings, check_side, is_swarm, open_side
 from kvasir_node.measure.statistics import LogitsComparison
 from kvasir_node.measure.task import HELD_OUT_TEXT, read_items
@@ -202,6 +203,7 @@ def save(
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
         (recording,) = run_in_foreground(record_sides, stored, asked, backends, (side,), directory, out)
+        save_reference(recording, out)
     document = {
         "schema_version": SCHEMA_VERSION,
         "side": recording.side,
@@ -351,7 +353,7 @@ async def record_sides(
     out: Path | None,
 ) -> tuple[Recording, ...]:
     """Each side's answers; all are asked what a saved one was asked, where there is one."""
-    saved = {name: load_recording(Path(name.removeprefix(SAVED))) for name in names if name.startswith(SAVED)}
+    saved = {name: load_reference(Path(name.removeprefix(SAVED))) for name in names if name.startswith(SAVED)}
     workload = next((each.workload for each in saved.values()), None)
     if workload is not None and not asked.prompts:
         workload = dataclasses.replace(workload, prompts=(), n_generated=0)

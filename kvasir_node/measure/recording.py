@@ -1,13 +1,12 @@
-"""What a side of a comparison answered to one workload: kept in files, to be compared now or another day.
+"""What a side of a comparison answered to one workload.
 
-Decides what a workload is (texts in windows, prompts to go on with, cloze items) and how answers are kept:
-logits on disk, so that memory stays bounded, the rest beside them. A saved reference is such a directory.
-It refuses to judge, and to compare answers to two workloads.
+Decides what a workload is (texts in windows, prompts to go on with, cloze items) and how it is asked; logits
+are on disk from the first on, so that memory stays bounded. It refuses to judge, to compare answers to two
+workloads, and to know how answers are kept for another day (`saved_reference`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import time
@@ -22,15 +21,10 @@ import trio
 from kvasir_node.measure.in_process import Continuation, Traces, joined_traces
 from kvasir_node.measure.sides import OpenSide
 from kvasir_node.measure.statistics import Logits, open_logits
-from kvasir_node.measure.task import ClozeItem, choice_score, log_softmax, read_items
-from kvasir_node.small_file import read_small_file
+from kvasir_node.measure.task import ClozeItem, choice_score, log_softmax
 from kvasir_proto.errors import EngineFailed, UsageError
 
-SCHEMA_VERSION: Final = 1
-_DOCUMENT: Final = "recording.json"
-_LOGITS: Final = "logits.npy"
-_TRACES: Final = ("hidden", "router", "experts")
-_DOCUMENT_BYTES_MAX: Final = 64 << 20
+LOGITS_FILE: Final = "logits.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A side's answers: logits of all windows' positions, one after the other, and the rest."""
+    """A side's answers: logits of all windows' positions, one after the other, and the rest.
+
+    Raises `EngineFailed` where what was seen inside is not finite: it would compare as equal to anything.
+    """
 
     side: str
     workload: Workload
@@ -74,6 +71,12 @@ class Recording:
     continuations: tuple[Continuation, ...]
     scores: tuple[tuple[float, ...], ...]
     seconds: float
+
+    def __post_init__(self) -> None:
+        traces = () if self.traces is None else (self.traces.hidden, self.traces.router)
+        margins = [each.margins for each in self.continuations if each.margins is not None]
+        if not all(np.isfinite(each).all() for each in (*traces, *margins, *self.scores)):
+            raise EngineFailed(f"{self.side} gave values that are not finite")
 
 
 def chunks_of(n_tokens: int, singly: int) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ def cut_into_windows(tokens: Sequence[int], n_positions: int, window: int) -> tu
 async def record(
     side: OpenSide, workload: Workload, directory: Path, say: Callable[[str], None] = lambda text: None
 ) -> Recording:
-    """Ask a side everything, and write it to ``directory``, which is made. Raises what the side raises."""
+    """Ask a side everything; its logits go to ``directory``, which is made. Raises what the side raises."""
     started = time.monotonic()
     await trio.Path(directory).mkdir(parents=True, exist_ok=True)
     traces: list[Traces] = []
@@ -107,7 +110,9 @@ async def record(
         found, seen = await side.evaluate(window, chunks_of(len(window), workload.singly))
         if logits is None:
             shape = (len(workload.tokens), found.shape[1])
-            logits = np.lib.format.open_memmap(directory / _LOGITS, mode="w+", dtype=np.float32, shape=shape)
+            logits = np.lib.format.open_memmap(
+                directory / LOGITS_FILE, mode="w+", dtype=np.float32, shape=shape
+            )
         logits[row : row + len(window)] = found
         row += len(window)
         if seen is not None:
@@ -117,64 +122,14 @@ async def record(
         logits.flush()
     continuations = [await side.greedy(prompt, workload.n_generated) for prompt in workload.prompts]
     scores = [await _scores_of(side, item) for item in workload.items]
-    recording = Recording(
+    return Recording(
         side=side.name,
         workload=workload,
-        logits=open_logits(directory / _LOGITS) if logits is not None else np.zeros((0, 1), np.float32),
+        logits=open_logits(directory / LOGITS_FILE) if logits is not None else np.zeros((0, 1), np.float32),
         traces=joined_traces(traces) if traces else None,
         continuations=tuple(continuations),
         scores=tuple(scores),
         seconds=time.monotonic() - started,
-    )
-    await trio.to_thread.run_sync(_write, recording, directory)
-    return recording
-
-
-def load_recording(directory: Path) -> Recording:
-    """A saved one; without cloze scores where the items are others by now.
-
-    Raises `UsageError` for a directory that holds none.
-    """
-    path = directory / _DOCUMENT
-    wrong = UsageError(f"{directory} holds no saved reference: 'measure save' makes one")
-    try:
-        document: Any = json.loads(read_small_file(path, _DOCUMENT_BYTES_MAX))
-        if document["schema_version"] != SCHEMA_VERSION:
-            raise UsageError(f"{directory} was saved by another version: save it again")
-        n_scores = len(document["scores"])
-        items = read_items(n_items=n_scores) if n_scores else ()
-        workload = Workload(
-            model_digest=str(document["model_digest"]),
-            windows=tuple(tuple(map(int, each)) for each in document["windows"]),
-            singly=int(document["singly"]),
-            prompts=tuple(tuple(map(int, each)) for each in document["prompts"]),
-            n_generated=int(document["n_generated"]),
-            items=items,
-        )
-        if workload.items_digest != document["items_digest"]:
-            workload = dataclasses.replace(workload, items=())
-        continuations = tuple(
-            Continuation(tuple(map(int, each["tokens"])), tuple(each["margins"]) if each["margins"] else None)
-            for each in document["continuations"]
-        )
-        scores = tuple(tuple(map(float, each)) for each in document["scores"]) if workload.items else ()
-        traces = None
-        if document["layers"] is not None:
-            arrays = [np.load(directory / f"{name}.npy", allow_pickle=False) for name in _TRACES]
-            traces = Traces(tuple(document["layers"]), tuple(document["moe_layers"]), *arrays)
-        logits = open_logits(directory / _LOGITS) if workload.windows else np.zeros((0, 1), np.float32)
-    except (OSError, ValueError, KeyError, TypeError, EngineFailed):
-        raise wrong from None
-    if workload.windows and len(logits) != len(workload.tokens):
-        raise wrong
-    return Recording(
-        side=f"saved {document['side']}",
-        workload=workload,
-        logits=logits,
-        traces=traces,
-        continuations=continuations,
-        scores=scores,
-        seconds=float(document["seconds"]),
     )
 
 
@@ -193,28 +148,3 @@ async def _scores_of(side: OpenSide, item: ClozeItem) -> tuple[float, ...]:
         logits, _ = await side.evaluate(whole, (len(whole),))
         scores.append(choice_score(log_softmax(logits[len(context) - 1 :]), 1, tokens))
     return tuple(scores)
-
-
-def _write(recording: Recording, directory: Path) -> None:
-    workload, traces = recording.workload, recording.traces
-    if traces is not None:
-        for name in _TRACES:
-            np.save(directory / f"{name}.npy", getattr(traces, name))
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "side": recording.side,
-        "model_digest": workload.model_digest,
-        "windows": workload.windows,
-        "singly": workload.singly,
-        "prompts": workload.prompts,
-        "n_generated": workload.n_generated,
-        "items_digest": workload.items_digest,
-        "scores": recording.scores,
-        "continuations": [
-            {"tokens": each.tokens, "margins": each.margins} for each in recording.continuations
-        ],
-        "layers": None if traces is None else traces.layers,
-        "moe_layers": None if traces is None else traces.moe_layers,
-        "seconds": recording.seconds,
-    }
-    (directory / _DOCUMENT).write_text(json.dumps(document), encoding="utf-8")

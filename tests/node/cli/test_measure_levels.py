@@ -43,7 +43,7 @@ def test_a_saved_reference_answers_for_its_side_at_every_level(tmp_path: Path) -
     (saved / "recording.json").write_text("{}")
     damaged = call("measure", "drift", *sides, home=tmp_path)
     assert damaged.status == 2
-    assert "holds no saved reference" in damaged.err.splitlines()[-1]
+    assert "is damaged" in damaged.err.splitlines()[-1]
 
 
 @pytest.mark.slow
