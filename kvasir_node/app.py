@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import random
 import secrets
 import signal
@@ -22,19 +21,16 @@ from typing import Any, Final
 
 import trio
 
-from kvasir_node import ggml_devices
 from kvasir_node.certification.kept_measurements import KeptMeasurements
-from kvasir_node.certification.kernel_build import backend_libraries, kernel_build
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
-from kvasir_node.driver.kernel_certifier import KernelInUse
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.home_lock import HomeLock
-from kvasir_node.kernels.host_builds import HOST_BUILDS, host_command
-from kvasir_node.kernels.opencl_devices import ANY_DEVICE, choose_device, devices_seen_by_child
+from kvasir_node.kernel_in_use import KernelInUse, kernel_in_use
+from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
@@ -436,24 +432,10 @@ def _kernels_of(configuration: Configuration) -> tuple[KernelInUse, ...]:
 
     Raises `ConfigurationInvalid` for a device or build that is not there: before this node is heard of.
     """
-    processor = platform.machine()
-    name, device = configuration.engine_kernel, configuration.engine_kernel_device
-    own = KernelInUse("ggml-cpu", ANY_DEVICE, processor, kernel_build())
-    if name == "opencl":
-        chosen = choose_device(device, devices_seen_by_child())
-        log.info("opencl_device_found", device=chosen.name, platform=chosen.platform, driver=chosen.driver)
-        build = kernel_build(f"{chosen.name} {chosen.platform} {chosen.driver}")
-        return (KernelInUse(name, device, chosen.word, build), own)
-    if name == "ggml-device":
-        found = ggml_devices.choose_worker_device(device, ggml_devices.devices_seen_by_child())
-        log.info("ggml_device_found", device=found.name, description=found.description)
-        return (KernelInUse(name, device, found.word, kernel_build(found.word, backend_libraries())), own)
-    if name in HOST_BUILDS:
-        build = kernel_build(programs=[each for each in host_command(name) if each.startswith("/")])
-        return (KernelInUse(name, ANY_DEVICE, HOST_BUILDS[name].machine, build), own)
-    if name != "ggml-cpu":
-        return (replace(own, kernel=name), own)
-    return (own,)
+    own = kernel_in_use("ggml-cpu", ANY_DEVICE)
+    if configuration.engine_kernel == "ggml-cpu":
+        return (own,)
+    return (kernel_in_use(configuration.engine_kernel, configuration.engine_kernel_device), own)
 
 
 @dataclass(frozen=True, slots=True)

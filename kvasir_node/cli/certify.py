@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
 import time
@@ -16,8 +17,9 @@ from kvasir_node.certification.crafted_weights import CRAFTED_TYPES
 from kvasir_node.certification.probe import COLUMNS_MIN
 from kvasir_node.certification.synthetic_model import ExpertShape, expert_shape_of, expert_types_of
 from kvasir_node.cli.output import Cell, json_option, note, print_json, print_table, progress_on_stderr
-from kvasir_node.cli.parameters import NonEmptyText
+from kvasir_node.cli.parameters import NonEmptyText, those_named
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.kernel_in_use import kernel_in_use
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.locations import Locations
 from kvasir_node.model.model_manifest import build_manifest
@@ -73,9 +75,13 @@ def certify(
     configuration = session.configure()
     if model is not None and shape is not None:
         raise UsageError("give one of --model and --shape")
-    types = _chosen(weight_types, CRAFTED_TYPES, "--weight-types")
-    classes = tuple(
-        int(each) for each in _chosen(batch_classes, tuple(map(str, BATCH_CLASSES)), "--batch-classes")
+    types = (
+        CRAFTED_TYPES if weight_types is None else those_named(weight_types, CRAFTED_TYPES, "--weight-types")
+    )
+    classes = (
+        BATCH_CLASSES
+        if batch_classes is None
+        else tuple(map(int, those_named(batch_classes, tuple(map(str, BATCH_CLASSES)), "--batch-classes")))
     )
     if shape is not None:
         widths, model_types = _shape_of(shape), () if weight_types is None else types
@@ -85,6 +91,7 @@ def certify(
     name = cast("Kernel", kernel or configuration.engine_kernel)
     device = kernel_device or configuration.engine_kernel_device
     n_thread = threads or configuration.engine_threads
+    in_use = kernel_in_use(name, device)
     started = time.monotonic()
     certification = certify_kernel(
         lambda manifest, shard, read: make_kernel(name, manifest, shard, read, n_thread, device),
@@ -98,6 +105,9 @@ def certify(
     document = {
         **_document(certification),
         "kernel": name,
+        "device": in_use.device,
+        "kernel_build": in_use.build,
+        "llama_cpp_python": importlib.metadata.version("llama-cpp-python"),
         "threads": n_thread,
         "seed": seed,
         "seconds": round(time.monotonic() - started, 1),
@@ -110,17 +120,6 @@ def certify(
     is_measured = not certification.not_probed
     if not (is_measured and all(each.passed for each in certification.model_classes)):
         raise OutOfTolerance(f"out of tolerance: {certification.fit.reason}")
-
-
-def _chosen(text: str | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """Those of the known values that a list names, in their own order."""
-    if text is None:
-        return known
-    parts = {part.strip() for part in text.split(",")}
-    unknown = sorted(parts - set(known))
-    if unknown:
-        raise UsageError(f"{option} takes {', '.join(known)}, and not {unknown[0]!r}")
-    return tuple(each for each in known if each in parts)
 
 
 def _shape_of(text: str) -> ExpertShape:
@@ -196,7 +195,8 @@ def _print_report(certification: Certification, document: dict[str, Any]) -> Non
     click.echo(
         f"{certification.backend} on {machine['cpu']}, {document['threads']} threads, n_embd "
         f"{certification.shape.n_embd}, n_ff {certification.shape.n_ff}, seed {document['seed']}, "
-        f"{document['seconds']} s\n"
+        f"{document['seconds']} s\nkernel {document['kernel']} on {document['device']}, build "
+        f"{document['kernel_build']}, llama-cpp-python {document['llama_cpp_python']}\n"
     )
     rows = [
         (
@@ -219,5 +219,8 @@ def _print_report(certification: Certification, document: dict[str, Any]) -> Non
     ranks = [rank for rank in ("backbone", "output", "bulk") if getattr(fit, rank)]
     click.echo(f"\nThe model's experts are in {', '.join(certification.model_types)}. ", nl=False)
     click.echo(f"Fit for {', '.join(ranks) or 'nothing'}, by its own word ({certification.status}).")
+    rows_a_call = sorted({each.batch_class for each in certification.classes})
+    if rows_a_call != sorted(BATCH_CLASSES):
+        click.echo(f"Only calls of {', '.join(map(str, rows_a_call))} rows were looked at.")
     if fit.reason:
         click.echo(f"{fit.reason}.")

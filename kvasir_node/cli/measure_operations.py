@@ -14,7 +14,7 @@ from kvasir_node.certification.crafted_weights import CRAFTED_TYPES
 from kvasir_node.certification.probe import COLUMNS_MIN
 from kvasir_node.certification.synthetic_model import ExpertShape
 from kvasir_node.cli.output import Cell, json_option, note, print_json, print_table
-from kvasir_node.cli.parameters import NonEmptyText
+from kvasir_node.cli.parameters import NonEmptyText, those_named
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.measure.backends_here import ALL, backends_here, choose_backends
 from kvasir_node.measure.operations import (
@@ -77,6 +77,8 @@ def ops(
     settings = settings_of(shape, weight_types, batch_classes, seed)
     started = time.monotonic()
     chosen = choose_backends(backends, backends_here(threads, say=note))
+    if len(chosen) < 2:
+        raise UsageError(f"{chosen[0].name} alone has nothing to be compared with")
     measured = measure_operations(chosen, settings, note)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -98,12 +100,16 @@ def settings_of(
     """What the options mean. Raises `UsageError`."""
     n_embd, n_ff, n_used = _SHAPES.get(shape) or (*_widths_of(shape), _SHAPES[_DEMO][2])
     widths = ExpertShape(n_embd, n_ff)
-    types = _chosen(weight_types or _TYPES.get(shape, _TYPES[_DEMO]), CRAFTED_TYPES, "--weight-types")
+    types = those_named(
+        _TYPES.get(shape, _TYPES[_DEMO]) if weight_types is None else weight_types,
+        CRAFTED_TYPES,
+        "--weight-types",
+    )
     unfit = next((each for each in types if not _fits(each, widths)), None)
     if unfit is not None:
         raise UsageError(f"rows of {n_embd} and {n_ff} columns cannot be in {unfit}")
-    classes = _chosen(
-        batch_classes or _BATCHES.get(shape, _BATCHES[_DEMO]),
+    classes = those_named(
+        _BATCHES.get(shape, _BATCHES[_DEMO]) if batch_classes is None else batch_classes,
         tuple(map(str, BATCH_CLASSES)),
         "--batch-classes",
     )
@@ -239,14 +245,6 @@ def _widths_of(text: str) -> tuple[int, int]:
 def _fits(weight_type: str, widths: ExpertShape) -> bool:
     elements = TENSOR_TYPES_BY_NAME[weight_type].block_elements
     return widths.n_embd % elements == 0 and widths.n_ff % elements == 0
-
-
-def _chosen(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    parts = {part.strip() for part in text.split(",")}
-    unknown = sorted(parts - set(known))
-    if unknown:
-        raise UsageError(f"{option} takes {', '.join(known)}, and not {unknown[0]!r}")
-    return tuple(each for each in known if each in parts)
 
 
 def _print_report(measured: OperationsMeasurement, document: dict[str, Any]) -> None:

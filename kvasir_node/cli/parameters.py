@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from kvasir_proto.errors import UsageError
 from kvasir_proto.instants import Duration, seconds
 from kvasir_proto.limits import RANKS, Rank
 
@@ -78,3 +79,15 @@ class NonEmptyText(click.types.StringParamType):
         if not text.strip():
             self.fail("it cannot be empty.", param, ctx)
         return text
+
+
+def those_named(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Those of the known values that a comma-separated list names, in their own order.
+
+    Raises `UsageError` for any other, and for an empty list.
+    """
+    parts = {part.strip() for part in text.split(",")}
+    unknown = sorted(parts - set(known))
+    if unknown:
+        raise UsageError(f"{option} takes {', '.join(known)}, and not {unknown[0]!r}")
+    return tuple(each for each in known if each in parts)

@@ -9,17 +9,18 @@ duty's. It refuses to know records.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NoReturn, Protocol
 
 import trio
 
+from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.ports import EnginePort
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.errors import EngineFailed, KvasirError
 from kvasir_proto.instants import Duration, WallTime, after, between, in_seconds, seconds
-from kvasir_proto.limits import RANKS, Kernel
+from kvasir_proto.limits import RANKS
 from kvasir_proto.measured_kernel import KeptMeasurement, MeasuredKernel, measurement_key
 from kvasir_proto.messages.engine import CertificationAdvanced, CertifyKernel, KernelCertified
 
@@ -33,18 +34,6 @@ RENEW_AFTER: Final[Duration] = seconds(5 * 24 * 3600)
 _RETRY_AFTER_S: Final = 3600.0
 _SEED: Final = 0
 """The same questions each time, so that the same kernel gives the same figures."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelInUse:
-    """A kernel that this node computes with: its name, what `engine.kernel_device` says, what that device is
-    called, and the build.
-    """
-
-    kernel: Kernel
-    kernel_device: str
-    device: str
-    build: str
 
 
 class MeasurementStore(Protocol):

@@ -24,9 +24,10 @@ from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
-from kvasir_node.driver.kernel_certifier import KernelCertifier, KernelInUse, MeasurementStore
+from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.driver.status_report import StatusSources
+from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, EngineStarter, Host, NetworkStarter, SwarmNetwork

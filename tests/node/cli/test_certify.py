@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 
+from kvasir_node import __version__
 from tests.model_makers import ModelShape, make_qwen3moe, quantise
 from tests.node.cli.invocation import call
 
@@ -34,6 +36,7 @@ def test_the_demo_models_shapes_are_certified_unless_asked(tmp_path: Path) -> No
         assert each["repeatable"]
         assert each["batch_invariant"]
     assert "q8_0 up, 1 rows" in outcome.err
+    assert found["kernel_build"].startswith(f"{__version__}+")
 
 
 def test_a_kernel_that_adds_in_f16_ends_with_9_and_a_table_all_the_same(tmp_path: Path) -> None:
@@ -44,6 +47,8 @@ def test_a_kernel_that_adds_in_f16_ends_with_9_and_a_table_all_the_same(tmp_path
     )
     lines = outcome.out.splitlines()
     assert lines[0].startswith("reference on ")
+    assert lines[1].startswith(f"kernel emulated-f16 on {platform.machine()}, build {__version__}+")
+    assert "Only calls of 8 rows were looked at." in lines
     table = [line.split() for line in lines if line.endswith(" out")]
     assert [each[:4] for each in table] == [["q8_0", "8", "Q8_0", "F16"], ["f16", "8", "F16", "F16"]]
     assert all(8 < float(each[4]) < 12 for each in table), "effective bits"

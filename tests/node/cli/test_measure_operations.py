@@ -55,7 +55,7 @@ def test_a_backend_of_no_known_arithmetic_is_status_9(
     def scaled(manifest: ModelManifest, shard: ShardSet, read: Read) -> Scaled:
         return Scaled(manifest, shard, read)
 
-    here = (Backend("scaled", False, scaled),)
+    here = (Backend("scaled", False, scaled), Backend("ggml-cpu", False, ggml))
     monkeypatch.setattr(measure_operations, "backends_here", lambda threads, say: here)
     outcome = call("measure", "ops", *SHORT, home=tmp_path)
     assert outcome.status == 9
@@ -66,6 +66,9 @@ def test_a_backend_of_no_known_arithmetic_is_status_9(
     "arguments, said",
     [
         (("--backends", "cuda"), "no backend 'cuda' here"),
+        (("--backends", "ggml-cpu, ggml-cpu"), "ggml-cpu alone has nothing to be compared with"),
+        (("--weight-types", ""), "--weight-types takes"),
+        (("--batch-classes", ""), "--batch-classes takes"),
         (("--shape", "3x4"), "--shape takes widths from 64"),
         (("--shape", "wide"), "--shape takes demo, published"),
         (("--weight-types", "q4_K"), "cannot be in q4_K"),

@@ -15,8 +15,8 @@ import trio
 
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
-from kvasir_node.driver.kernel_certifier import KernelInUse
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings
+from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.net.core_stream import CoreStreams
 from kvasir_node.net.dialler import Dialler

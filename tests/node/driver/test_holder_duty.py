@@ -22,8 +22,9 @@ from kvasir_node.driver.holder_duty import (
     HolderDuty,
     HolderSettings,
 )
-from kvasir_node.driver.kernel_certifier import KernelCertifier, KernelInUse
+from kvasir_node.driver.kernel_certifier import KernelCertifier
 from kvasir_node.engine.certificate import EngineKey
+from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.ports import SwarmCore
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, WATCH_INTERVAL_S, WATCH_TIMEOUT_S

@@ -9,7 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from kvasir_node.driver.kernel_certifier import RENEW_AFTER, KernelCertifier, KernelInUse
+from kvasir_node.driver.kernel_certifier import RENEW_AFTER, KernelCertifier
+from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.instants import in_seconds
