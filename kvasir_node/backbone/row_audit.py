@@ -55,7 +55,10 @@ FIRST_ROWS: Final = 64
 EXAMINED_ROWS_MAX: Final = 512
 """Rows of one examination; of more experts, some are drawn."""
 EXAMINATION_S: Final = 3.0
-"""The longest that the judging of one takes, however large experts are. A reply has its own deadline."""
+"""Processor time in which the rows of one are judged before its node is let in, however large experts are.
+Those that are left are judged behind its work, like rows of a text. A reply has its own deadline."""
+EXAMINATION_WAIT_S: Final = 12.0
+"""The same in time that goes by, on a machine with more to do than it can."""
 _ROUNDS_MAX: Final = 4
 _ROWS_AGAIN: Final = 8
 """Rows through an expert in whose row something was found, in each further round."""
@@ -198,7 +201,8 @@ class RowAudit:
         ]
         pairs = [pairs[index] for index in draws.permutation(len(pairs))[:EXAMINED_ROWS_MAX].tolist()]
         examination = _Examination(holder, self._manifest, authority)
-        ends_at = time.monotonic() + EXAMINATION_S
+        ends_at, latest = time.thread_time() + EXAMINATION_S, time.monotonic() + EXAMINATION_WAIT_S
+        n_later = 0
         for _ in range(_ROUNDS_MAX):
             again: list[tuple[int, int]] = []
             for layer, experts in _requests_of(pairs):
@@ -206,9 +210,14 @@ class RowAudit:
                 self._rows_asked[holder.node_id] += len(experts)
                 self._rows_examined[holder.node_id] += len(experts)
                 for expert in sorted(set(experts.tolist())):
-                    if time.monotonic() > ends_at:
-                        break
                     mine = experts == expert
+                    if time.thread_time() > ends_at or time.monotonic() > latest:
+                        for place in np.flatnonzero(mine).tolist():
+                            self._look_later(
+                                _Row(holder.node_id, layer, programs[layer], expert, x[place], answers[place])
+                            )
+                        n_later += int(mine.sum())
+                        continue
                     found = self._judge(
                         holder.node_id, layer, programs[layer], expert, x[mine], answers[mine]
                     )
@@ -218,7 +227,15 @@ class RowAudit:
             verdict = self.verdict_of(holder.node_id)
             if not pairs or (verdict is not None and verdict != known):
                 break
+        if n_later:
+            log.info("examination_goes_on_behind", node=holder.node_id, rows=n_later)
         return self.verdict_of(holder.node_id)
+
+    def _look_later(self, row: _Row) -> None:
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._rows_dropped += 1
 
     # -- what is going on --------------------------------------------------------------------------
 

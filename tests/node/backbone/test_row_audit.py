@@ -185,6 +185,19 @@ def test_of_many_experts_some_are_examined(audited: Audited, monkeypatch: pytest
     assert audited.audit.rows_examined() == {NODE: 3}
 
 
+@pytest.mark.parametrize("limit", ["EXAMINATION_S", "EXAMINATION_WAIT_S"])
+def test_what_an_examination_has_no_time_for_is_looked_at_behind_it(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A slow machine, or large experts: nobody is let in for good unseen."""
+    monkeypatch.setattr(row_audit, limit, -1.0)
+    with audited.audit._referee_lock:  # nothing can be judged before it ends
+        assert examined(audited.audit, EXPERTS.load(liar("zeros"))) is None
+    audited.wait(N_EXPERT)
+    ((verdict, _),) = audited.verdicts
+    assert verdict.word == "quarantined"
+
+
 def test_a_liar_is_found_behind_the_rows_that_were_used(audited: Audited) -> None:
     kernel = EXPERTS.load(liar("scaled"))
     for seed in range(8):
