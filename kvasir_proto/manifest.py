@@ -2,8 +2,9 @@
 
 Decides the form of the model manifest (every tensor with its real type, shape, byte range and SHA-256, one
 digest an expert where the tensor belongs to routed experts) and of a shard set (pairs of layer and expert,
-kept as ranges). The manifest's digest is the model's name, so its encoding is canonical: one value has one
-encoding, and a decoder refuses every other.
+kept as ranges). The model's name is a digest over what makes it this model (hyper-parameters, tokenizer,
+chat template, tensors), not over where its bytes lie: a split file and a whole one are one model. Every value
+has one encoding, and a decoder refuses every other.
 
 Apart from messages because a manifest is a file that outlives any conversation. It knows nothing of GGUF's
 metadata, of paths or of how bytes are fetched: offsets are into "the file whose header has this digest".
@@ -24,7 +25,7 @@ from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX, SHARD_SIZE_MAX
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
 
-MANIFEST_FORMAT: Final = 1
+MANIFEST_FORMAT: Final = 2
 """Version of the manifest's form; another version is refused."""
 
 MANIFEST_SIZE_BYTES_MAX: Final = 64 << 20
@@ -111,14 +112,17 @@ class ManifestTensor:
 
 @dataclass(frozen=True)
 class ModelManifest:
-    """Everything one has to know to fetch, verify and place a model; its digest is the model's name.
+    """Everything one has to know to fetch, verify and place a model.
 
-    Sizes come from the tensors themselves where they can: `n_ff` is the widest routed expert's hidden row,
-    `n_embd` the model's width. `moe_layers` are the layers of the trunk that have routed experts (layers
-    of a multi-token prediction head are not among them). `header_sha256` covers the first `data_offset`
-    bytes of the file; `metadata_sha256` the header's entries sorted by key, which a file made from this
-    model keeps, and `tokenizer_sha256` those whose key begins with `tokenizer.`. Tensors are in the file's
-    order. Raises `LocalProtocolError` when the parts contradict each other.
+    `digest` is the model's name. Where the bytes lie (sizes of the file and of its header, offsets, digests
+    of the header as such) is no part of it, nor is what a model calls itself. Sizes come from the tensors
+    themselves where they can: `n_ff` is the widest routed expert's hidden row, `n_embd` the model's width.
+    `moe_layers` are the layers of the trunk that have routed experts (layers of a multi-token prediction head
+    are not among them). `header_sha256` covers the first `data_offset` bytes of the file; `metadata_sha256`
+    the header's entries sorted by key, which a file made from this model keeps; `hyper_parameters_sha256`
+    those whose key begins with the architecture's name, `template_sha256` with `tokenizer.chat_template`,
+    `tokenizer_sha256` the others that begin with `tokenizer.`. Tensors are in the file's order. Raises
+    `LocalProtocolError` when the parts contradict each other.
     """
 
     name: str
@@ -135,7 +139,9 @@ class ModelManifest:
     data_offset: int
     header_sha256: bytes
     metadata_sha256: bytes
+    hyper_parameters_sha256: bytes
     tokenizer_sha256: bytes
+    template_sha256: bytes
     tensors: tuple[ManifestTensor, ...]
 
     def __post_init__(self) -> None:
@@ -157,9 +163,7 @@ class ModelManifest:
                     list(self.moe_layers),
                     self.file_size_bytes,
                     self.data_offset,
-                    self.header_sha256,
-                    self.metadata_sha256,
-                    self.tokenizer_sha256,
+                    *(getattr(self, field) for field in _DIGESTS),
                     [
                         [one.name, one.type.id, list(one.shape), one.offset, one.size_bytes, one.digests]
                         for one in self.tensors
@@ -177,12 +181,26 @@ class ModelManifest:
         return _decoded(data, "manifest", "manifest_invalid", _manifest_of)
 
     def digest(self) -> bytes:
-        """SHA-256 of the canonical bytes: the model's name everywhere."""
+        """The model's name everywhere: SHA-256 over what makes it this model, tensors sorted by name."""
         return self._digest
 
     @cached_property
     def _digest(self) -> bytes:
-        return hashlib.sha256(self.encode()).digest()
+        named = [
+            "kvasir/model",
+            MANIFEST_FORMAT,
+            self.architecture,
+            *(getattr(self, field) for field in _COUNTS),
+            list(self.moe_layers),
+            self.hyper_parameters_sha256,
+            self.tokenizer_sha256,
+            self.template_sha256,
+            [
+                [each.name, each.type.id, list(each.shape), each.digests]
+                for each in sorted(self.tensors, key=lambda each: each.name)
+            ],
+        ]
+        return hashlib.sha256(msgpack.packb(named, use_bin_type=True)).digest()
 
     @cached_property
     def _tensor_of_name(self) -> dict[str, ManifestTensor]:
@@ -321,6 +339,14 @@ _Decoded = TypeVar("_Decoded", ModelManifest, ShardSet)
 
 _COUNTS: Final = ("n_layer", "n_embd", "n_ff", "n_expert", "n_expert_used", "n_vocab", "n_ctx_train")
 
+_DIGESTS: Final = (
+    "header_sha256",
+    "metadata_sha256",
+    "hyper_parameters_sha256",
+    "tokenizer_sha256",
+    "template_sha256",
+)
+
 _COUNT_BOUNDS: Final = {
     "n_layer": (1, LAYERS_MAX),
     "n_embd": (1, DIMENSION_MAX),
@@ -341,7 +367,7 @@ def _check_manifest(manifest: ModelManifest) -> None:
     _require(manifest.n_expert_used <= manifest.n_expert, "n_expert_used exceeds n_expert")
     _require(0 < manifest.file_size_bytes <= FILE_SIZE_BYTES_MAX, "file_size_bytes is out of range")
     _require(0 < manifest.data_offset <= manifest.file_size_bytes, "data_offset is out of range")
-    for field in ("header_sha256", "metadata_sha256", "tokenizer_sha256"):
+    for field in _DIGESTS:
         _require(len(getattr(manifest, field)) == DIGEST_SIZE_BYTES, f"{field} is not 32 bytes")
     _require(0 < len(manifest.tensors) <= TENSORS_MAX, "the number of tensors is out of range")
 
@@ -432,7 +458,7 @@ def _decoded(data: bytes, what: str, code: str, build: Callable[[Any], _Decoded]
 
 
 def _manifest_of(parts: Any) -> ModelManifest:
-    _require(isinstance(parts, list) and len(parts) == 18, "a manifest has 18 parts")
+    _require(isinstance(parts, list) and len(parts) == 20, "a manifest has 20 parts")
     _require(parts[0] == "kvasir/model-manifest", "it is something else")
     _require(type(parts[1]) is int, "its format is not a number")
     _require(parts[1] == MANIFEST_FORMAT, f"format {parts[1]} is not known")
@@ -444,10 +470,8 @@ def _manifest_of(parts: Any) -> ModelManifest:
         moe_layers=tuple(_integer(each) for each in _list(parts[11], LAYERS_MAX)),
         file_size_bytes=_integer(parts[12]),
         data_offset=_integer(parts[13]),
-        header_sha256=_binary(parts[14]),
-        metadata_sha256=_binary(parts[15]),
-        tokenizer_sha256=_binary(parts[16]),
-        tensors=tuple(_tensor_of(each) for each in _list(parts[17], TENSORS_MAX)),
+        **{field: _binary(parts[14 + index]) for index, field in enumerate(_DIGESTS)},
+        tensors=tuple(_tensor_of(each) for each in _list(parts[19], TENSORS_MAX)),
     )
 
 

@@ -113,7 +113,9 @@ class SyntheticExperts:
             data_offset=_DATA_OFFSET,
             header_sha256=bytes(DIGEST_SIZE_BYTES),
             metadata_sha256=bytes(DIGEST_SIZE_BYTES),
+            hyper_parameters_sha256=bytes(DIGEST_SIZE_BYTES),
             tokenizer_sha256=bytes(DIGEST_SIZE_BYTES),
+            template_sha256=bytes(DIGEST_SIZE_BYTES),
             tensors=tuple(tensors),
         )
 

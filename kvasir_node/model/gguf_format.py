@@ -178,11 +178,16 @@ def aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-def metadata_sha256(metadata: Mapping[str, MetadataEntry], prefix: str = "") -> bytes:
-    """Digest of every entry whose key begins with `prefix`, sorted by key: key length, key, type, value."""
+def metadata_sha256(
+    metadata: Mapping[str, MetadataEntry], prefix: str = "", without: str | None = None
+) -> bytes:
+    """Digest of every entry whose key begins with `prefix`, sorted by key: key length, key, type, value.
+
+    Entries whose key begins with `without` are left out.
+    """
     hasher = hashlib.sha256()
     for key in sorted(metadata):
-        if key.startswith(prefix):
+        if key.startswith(prefix) and (without is None or not key.startswith(without)):
             entry = metadata[key]
             hasher.update(encode_text(key) + struct.pack("<I", entry.type))
             hasher.update(entry.raw)

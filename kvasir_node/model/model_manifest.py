@@ -28,6 +28,7 @@ from kvasir_proto.manifest import (
     is_expert_name,
 )
 
+_TEMPLATE: Final = "tokenizer.chat_template"
 _NEVER_NEGATIVE: Final = ("rope_freq_base", "rope.freq_base", "rope.freq_base_swa")
 _ARCHITECTURE: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 _LIKE_EXPERTS: Final = re.compile("ffn_(up|down|gate|gate_up)_exps")
@@ -80,7 +81,9 @@ def manifest_of(gguf: GgufFile, progress: Progress | None = None) -> ModelManife
             data_offset=gguf.data_offset,
             header_sha256=gguf.header_sha256,
             metadata_sha256=metadata_sha256(gguf.metadata),
-            tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer."),
+            hyper_parameters_sha256=metadata_sha256(gguf.metadata, f"{geometry.architecture}."),
+            tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer.", without=_TEMPLATE),
+            template_sha256=metadata_sha256(gguf.metadata, _TEMPLATE),
             tensors=_digested_tensors(gguf, progress),
         )
     except LocalProtocolError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -41,7 +42,7 @@ DEMO_MODEL: Final = Path(__file__).parents[1] / "data" / "demo-q8_0.gguf"
 """What comes with the package; every home has it by these names, also before it was taken into its store."""
 _DEMO_NAMES: Final = ("demo", DEMO_MODEL.stem)
 
-ENTRY_SCHEMA_VERSION: Final = 1
+ENTRY_SCHEMA_VERSION: Final = 2
 DIGEST_PREFIX_LENGTH_MIN: Final = 6
 
 _ENTRY: Final = "entry.json"
@@ -287,13 +288,15 @@ class ModelStore:
             if not (directory / _ENTRY).exists():  # nothing is kept of what was never added
                 shutil.rmtree(directory, ignore_errors=True)
             raise
+        encoded = manifest.encode()
         with new_file(directory / _MANIFEST) as file:
-            file.write(manifest.encode())
+            file.write(encoded)
         entry = {
             "schema_version": ENTRY_SCHEMA_VERSION,
             "name": model_name(path),
             "source_path": str(path),
             "source_identity": identity,
+            "manifest_sha256": hashlib.sha256(encoded).hexdigest(),
         }
         with new_file(directory / _ENTRY) as file:
             file.write(json.dumps(entry, indent=1).encode())
@@ -323,6 +326,8 @@ class ModelStore:
             raise ModelUnusable(f"{directory / _MANIFEST} is damaged: {error.reason}") from error
         if manifest.digest().hex() != digest:
             raise ModelUnusable(f"{directory / _MANIFEST} is damaged: its digest is not its name")
+        if hashlib.sha256(data).hexdigest() != entry["manifest_sha256"]:
+            raise ModelUnusable(f"{directory / _MANIFEST} is damaged: it is not the one that was written")
         return StoredModel(
             name=str(entry["name"]),
             digest=digest,
@@ -342,7 +347,7 @@ class ModelStore:
             known = {"name": entry["name"], "source_path": entry["source_path"]}
             if not all(isinstance(each, str) and each for each in known.values()):
                 raise ModelUnusable(f"{path} is damaged: a name is not a text")
-            return known | {"source_identity": entry["source_identity"]}
+            return known | {each: entry[each] for each in ("source_identity", "manifest_sha256")}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelUnusable(f"{path} is damaged: it is not an entry") from error
 

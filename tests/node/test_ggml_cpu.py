@@ -110,7 +110,9 @@ def make_bench(shapes: Mapping[str, tuple[int, ...]], type_name: str = "f32") ->
         data_offset=64,
         header_sha256=bytes(32),
         metadata_sha256=bytes(32),
+        hyper_parameters_sha256=bytes(32),
         tokenizer_sha256=bytes(32),
+        template_sha256=bytes(32),
         tensors=tuple(described),
     )
     return Bench(manifest, tensors, quantised)

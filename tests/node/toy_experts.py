@@ -84,7 +84,9 @@ def toy_manifest(width: int = WIDTH) -> ModelManifest:
         data_offset=64,
         header_sha256=bytes(32),
         metadata_sha256=bytes(32),
+        hyper_parameters_sha256=bytes(32),
         tokenizer_sha256=bytes(32),
+        template_sha256=bytes(32),
         tensors=tuple(tensors),
     )
 

@@ -52,7 +52,9 @@ def small_manifest() -> ModelManifest:
         data_offset=1024,
         header_sha256=digest("header"),
         metadata_sha256=digest("metadata"),
+        hyper_parameters_sha256=digest("hyper-parameters"),
         tokenizer_sha256=digest("tokenizer"),
+        template_sha256=digest("template"),
         tensors=(
             tensor("token_embd.weight", (64, 10), 1024),
             tensor("blk.1.ffn_up_exps.weight", (64, 32, 3), 4096, "q8_0", 3),
@@ -65,14 +67,57 @@ def small_manifest() -> ModelManifest:
 def test_decode_gives_back_what_was_encoded() -> None:
     manifest = small_manifest()
     assert ModelManifest.decode(manifest.encode()) == manifest
-    assert manifest.digest() == hashlib.sha256(manifest.encode()).digest()
+
+
+@pytest.mark.parametrize(
+    "change, is_another_model",
+    [
+        ({"name": "renamed"}, False),
+        ({"file_size_bytes": 200_000}, False),
+        ({"data_offset": 512}, False),
+        ({"header_sha256": digest("other")}, False),
+        ({"metadata_sha256": digest("other")}, False),
+        ({"architecture": "other"}, True),
+        ({"n_expert_used": 1}, True),
+        ({"n_vocab": 11}, True),
+        ({"hyper_parameters_sha256": digest("other")}, True),
+        ({"tokenizer_sha256": digest("other")}, True),
+        ({"template_sha256": digest("other")}, True),
+    ],
+)
+def test_a_models_name_is_of_what_it_is_and_not_of_where_it_lies(
+    change: dict[str, object], is_another_model: bool
+) -> None:
+    manifest = small_manifest()
+    changed = replace(manifest, **change)  # type: ignore[arg-type]
+    assert changed != manifest
+    assert (changed.digest() != manifest.digest()) == is_another_model
+
+
+@pytest.mark.parametrize(
+    "change, is_another_model",
+    [
+        ({"offset": 65536}, False),
+        ({"digests": digest("another value")}, True),
+        ({"shape": (10, 64)}, True),
+        ({"name": "output.weight"}, True),
+    ],
+)
+def test_each_tensor_is_part_of_the_name_but_not_its_offset(
+    change: dict[str, object], is_another_model: bool
+) -> None:
+    manifest = small_manifest()
+    first, *others = manifest.tensors
+    changed = replace(manifest, tensors=(replace(first, **change), *others))  # type: ignore[arg-type]
+    assert (changed.digest() != manifest.digest()) == is_another_model
+    assert replace(manifest, tensors=(*others, first)).digest() == manifest.digest(), "in another order"
 
 
 def test_the_encoding_is_the_one_agreed_on() -> None:
     assert small_manifest().digest().hex() == DIGEST_OF_SMALL_MANIFEST
 
 
-DIGEST_OF_SMALL_MANIFEST = "58c7731944bc10b1137b957e5099f274535024df3a98516bd62b4da771308df9"
+DIGEST_OF_SMALL_MANIFEST = "ee48dd8ea3f8893178533bf28aa9f859737178fcb56b5b21a30dc7c40d02248f"
 """Changes only together with MANIFEST_FORMAT: it is the name that swarms know a model by."""
 
 
@@ -121,7 +166,9 @@ def test_sizes_are_sums_of_tensors() -> None:
         ({"file_size_bytes": 33_000}, "past the end"),
         ({"header_sha256": b"short"}, "header_sha256 is not 32 bytes"),
         ({"metadata_sha256": b""}, "metadata_sha256 is not 32 bytes"),
+        ({"hyper_parameters_sha256": b""}, "hyper_parameters_sha256 is not 32 bytes"),
         ({"tokenizer_sha256": b"x" * 33}, "tokenizer_sha256 is not 32 bytes"),
+        ({"template_sha256": b"x"}, "template_sha256 is not 32 bytes"),
         ({"tensors": ()}, "number of tensors"),
     ],
 )
@@ -163,8 +210,8 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 def test_another_format_is_refused_by_number() -> None:
     parts = msgpack.unpackb(small_manifest().encode())
-    parts[1] = 2
-    with pytest.raises(RemoteProtocolError, match="format 2 is not known") as caught:
+    parts[1] = 1
+    with pytest.raises(RemoteProtocolError, match="format 1 is not known") as caught:
         ModelManifest.decode(msgpack.packb(parts))
     assert caught.value.code == "manifest_invalid"
 

@@ -40,6 +40,7 @@ def test_a_split_model_is_the_model(tmp_path: Path) -> None:
     ]
     manifest, manifest_whole = build_manifest(first), build_manifest(whole)
     assert manifest.metadata_sha256 == manifest_whole.metadata_sha256
+    assert manifest.digest() == manifest_whole.digest()
     assert [t.digests for t in manifest.tensors] == [t.digests for t in manifest_whole.tensors]
     with ExpertSource(first, manifest) as split, ExpertSource(whole, manifest_whole) as other:
         for each in manifest.tensors:

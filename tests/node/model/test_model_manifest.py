@@ -77,6 +77,31 @@ def test_the_tokenizer_has_a_digest_of_its_own(tmp_path: Path) -> None:
     without = build_manifest(make_qwen3moe(tmp_path / "c.gguf", SHAPE))
     assert first.tokenizer_sha256 == second.tokenizer_sha256 != without.tokenizer_sha256
     assert first.metadata_sha256 != second.metadata_sha256
+    assert first.hyper_parameters_sha256 != second.hyper_parameters_sha256
+
+
+CHAT_TEMPLATE = text_entry("tokenizer.chat_template", "{{ messages }}")
+
+
+@pytest.mark.parametrize(
+    "entry, changed",
+    [
+        (text_entry("general.name", "renamed"), set()),
+        (text_entry("general.url", "an address"), set()),
+        (CHAT_TEMPLATE, {"template_sha256"}),
+        (text_entry("tokenizer.chat_template.tool_use", "{{ tools }}"), {"template_sha256"}),
+        (integer_entry("tokenizer.ggml.eos_token_id", 7), {"tokenizer_sha256"}),
+        (float_entry("gpt-oss.rope.freq_base", 5000.0), {"hyper_parameters_sha256"}),
+    ],
+)
+def test_each_entry_is_in_the_digest_of_its_kind(
+    header: GgufFile, entry: MetadataEntry, changed: set[str]
+) -> None:
+    before, after = manifest_of(header), manifest_of(with_entry(entry)(header))
+    kinds = ("hyper_parameters_sha256", "tokenizer_sha256", "template_sha256")
+    assert {each for each in kinds if getattr(before, each) != getattr(after, each)} == changed
+    assert (after.digest() != before.digest()) == bool(changed)
+    assert after.metadata_sha256 != before.metadata_sha256
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

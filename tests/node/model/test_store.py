@@ -181,7 +181,7 @@ def rewrite_entry(**fields: object) -> Callable[[Path], object]:
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no entry": ("entry.json", Path.unlink),
     "entry cut": ("entry.json", cut),
-    "entry of another version": ("entry.json", rewrite_entry(schema_version=2)),
+    "entry of another version": ("entry.json", rewrite_entry(schema_version=1)),
     "entry without a path": ("entry.json", rewrite_entry(source_path=None)),
     "entry of another form": ("entry.json", lambda path: path.write_text("[]")),
     "entry too large": ("entry.json", lambda path: path.write_text(" " * 300_000)),
@@ -224,6 +224,18 @@ def test_a_manifest_of_another_model_is_not_believed(store: ModelStore, source: 
     shutil.copy(other.manifest_path, added.manifest_path)
     with pytest.raises(ModelUnusable, match="its digest is not its name"):
         store.get(added.digest)
+
+
+def test_a_manifest_whose_ranges_changed_is_not_believed_though_it_names_the_model(
+    store: ModelStore, source: Path
+) -> None:
+    added = store.add(source)
+    moved = replace(added.manifest, file_size_bytes=added.manifest.file_size_bytes + 1)
+    assert moved.digest() == added.manifest.digest()
+    added.manifest_path.write_bytes(moved.encode())
+    with pytest.raises(ModelUnusable, match="not the one that was written"):
+        store.get(added.digest)
+    assert store.add(source) == added
 
 
 Usage = namedtuple("Usage", "total used free")
