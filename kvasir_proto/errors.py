@@ -116,6 +116,10 @@ class ModelUnusable(KvasirError):
     exit_code = 7
 
 
+class SourceFailed(ModelUnusable):
+    """One place that a model's bytes could come from does not give them; another one may."""
+
+
 class IncompatibleVersion(KvasirError):
     """Two parts that must agree do not: the native library and its ggml, or two nodes' protocols."""
 

@@ -38,7 +38,7 @@ class ExpertSource:
         data = self._bytes.read(offset, size_bytes)
         if hashlib.sha256(data).digest() != tensor.expert_sha256(expert):
             raise ModelUnusable(
-                f"{self._bytes.path} is damaged: expert {expert} of {tensor_name} has not the manifest's "
+                f"{self._bytes.name} is damaged: expert {expert} of {tensor_name} has not the manifest's "
                 "digest"
             )
         return data

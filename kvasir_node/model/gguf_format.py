@@ -12,10 +12,10 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from kvasir_node.model.model_url import Location
 from kvasir_proto.tensor_types import TensorType
 
 MAGIC: Final = b"GGUF"
@@ -122,8 +122,8 @@ class GgufFile:
     count through the files at `paths`, one after the other.
     """
 
-    path: Path
-    paths: tuple[Path, ...]
+    path: Location
+    paths: tuple[Location, ...]
     version: int
     alignment: int
     metadata: Mapping[str, MetadataEntry]

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, Final, NoReturn
+from typing import Final, NoReturn
 
+from kvasir_node.model.byte_ranges import ByteRanges, opened
 from kvasir_node.model.gguf_format import (
     ALIGNMENT_DEFAULT,
     ALIGNMENT_KEY,
@@ -33,6 +31,7 @@ from kvasir_node.model.gguf_format import (
     aligned,
 )
 from kvasir_node.model.gguf_split import joined, other_parts
+from kvasir_node.model.model_url import Location
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import (
     DIMENSION_MAX,
@@ -61,12 +60,12 @@ _KEY: Final = re.compile(r"[!-~]+", re.ASCII)
 _READ_SIZE_BYTES: Final = 1 << 20
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Location) -> GgufFile:
     """The header of the model at `path`, validated in full: one file, or the first part of a split model.
 
-    Raises `ModelUnusable` when a file cannot be read, is not GGUF of version 2 or 3 in little-endian order,
-    when any part of a header is out of bounds or contradicts the file's size, or when the parts of a split
-    model contradict each other.
+    Raises `SourceFailed` when a file cannot be read, `ModelUnusable` when it is not GGUF of version 2 or 3 in
+    little-endian order, when any part of a header is out of bounds or contradicts the file's size, or when
+    the parts of a split model contradict each other.
     """
     room = _Room(HEADER_SIZE_BYTES_MAX, TENSORS_MAX, METADATA_ENTRIES_MAX)
     with memory_for(path):
@@ -79,7 +78,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 @contextlib.contextmanager
-def memory_for(path: Path) -> Iterator[None]:
+def memory_for(path: Location) -> Iterator[None]:
     """Where memory runs out inside, the model at `path` is what it was too large for: `ModelUnusable`."""
     try:
         yield
@@ -103,25 +102,19 @@ class _Room:
         )
 
 
-def _read_part(path: Path, room: _Room) -> GgufFile:
+def _read_part(path: Location, room: _Room) -> GgufFile:
     """The header of one file, which may be a part without any tensor."""
-    try:
-        # Before opening: to open a pipe would wait for somebody to write into it.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ModelUnusable(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            return _Header(path, file, os.fstat(file.fileno()).st_size, room).read()
-    except OSError as error:
-        raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
+    with contextlib.closing(opened(path)) as source:
+        return _Header(path, source, room).read()
 
 
 class _Header:
     """The header under examination: what has been read of it, and how far we are."""
 
-    def __init__(self, path: Path, file: BinaryIO, size_bytes: int, room: _Room) -> None:
+    def __init__(self, path: Location, source: ByteRanges, room: _Room) -> None:
         self._path = path
-        self._file = file
-        self._size_bytes = size_bytes
+        self._source = source
+        self._size_bytes = source.size_bytes
         self._room = room
         self._buffer = bytearray()
         self._position = 0
@@ -309,11 +302,11 @@ class _Header:
             self._refuse(f"it is cut short or lies about its sizes: {what} reaches past the end of the file")
         if end > self._room.header_bytes:
             self._refuse(f"{what} makes the header larger than {self._room.header_bytes} bytes")
-        while len(self._buffer) < end:
-            data = self._file.read(max(_READ_SIZE_BYTES, end - len(self._buffer)))
-            if not data:
-                self._refuse(f"it became shorter while it was read, at {what}")
-            self._buffer += data
+        have = len(self._buffer)
+        if have < end:
+            wanted = min(max(_READ_SIZE_BYTES, end - have), self._size_bytes - have)
+            for piece in self._source.pieces(have, wanted):
+                self._buffer += piece
         self._position = end
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile
+from kvasir_node.model.model_url import Location
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import FILE_SIZE_BYTES_MAX, TENSORS_MAX
 
@@ -31,22 +31,24 @@ _TENSOR_COUNT: Final = "split.tensors.count"
 _NAME: Final = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 
 
-def part_paths(path: Path) -> tuple[Path, ...]:
-    """The paths of all parts when `path` has the name of one of several; otherwise `path` alone."""
-    match = _NAME.fullmatch(path.name)
+def part_locations(location: Location) -> tuple[Location, ...]:
+    """Where all parts are when `location` has the name of one of several; otherwise `location` alone."""
+    match = _NAME.fullmatch(location.name)
     count = int(match[3]) if match else 1
     if match is None or not 1 < count <= PARTS_MAX or not 1 <= int(match[2]) <= count:
-        return (path,)
-    return tuple(path.with_name(f"{match[1]}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1))
+        return (location,)
+    return tuple(
+        location.with_name(f"{match[1]}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1)
+    )
 
 
-def model_name(path: Path) -> str:
+def model_name(location: Location) -> str:
     """A file's name without what says that it is a GGUF file, or which part of one."""
-    match = _NAME.fullmatch(path.name)
-    return match[1] if match and len(part_paths(path)) > 1 else path.stem
+    match = _NAME.fullmatch(location.name)
+    return match[1] if match and len(part_locations(location)) > 1 else location.stem
 
 
-def other_parts(first: GgufFile) -> tuple[Path, ...]:
+def other_parts(first: GgufFile) -> tuple[Location, ...]:
     """Where the other parts are of the model that begins with `first`; none when it is whole.
 
     Raises `ModelUnusable` when it is another part than the first, or has not the name of a first part.
@@ -55,7 +57,7 @@ def other_parts(first: GgufFile) -> tuple[Path, ...]:
     if count <= 1:
         return ()
     number = _integer(first, _NUMBER, 0, count - 1)
-    paths = part_paths(first.path)
+    paths = part_locations(first.path)
     if len(paths) != count or paths[number] != first.path:
         raise _refusal(
             first,

@@ -86,7 +86,7 @@ def verified_pieces(source: ModelBytes, tensor: ManifestTensor) -> Iterator[byte
             hasher.update(piece)
             yield piece
         if hasher.digest() != digest:
-            raise ModelUnusable(f"{source.path} is damaged: {tensor.name} has not the manifest's digest")
+            raise ModelUnusable(f"{source.name} is damaged: {tensor.name} has not the manifest's digest")
 
 
 def _digested_parts(tensor: ManifestTensor) -> Iterator[tuple[bytes, int, int]]:

@@ -7,81 +7,69 @@ whether they are the right ones, is for the callers to say.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
-from kvasir_node.model.gguf_split import part_paths
-from kvasir_proto.errors import LocalProtocolError, ModelUnusable
-
-PIECE_SIZE_BYTES: Final = 1 << 20
-"""How much is in memory at once where a range is read in pieces."""
+from kvasir_node.model.byte_ranges import ByteRanges, opened
+from kvasir_node.model.gguf_split import part_locations
+from kvasir_node.model.model_url import Location
+from kvasir_proto.errors import LocalProtocolError, SourceFailed
 
 
 class ModelBytes:
-    """Random access to a model of `size_bytes` bytes: the file at `path`, or that one and its other parts.
+    """Any range of a model of `size_bytes` bytes: the file at `location`, or that one and its other parts.
 
-    A context manager. Threads may share one. Raises `ModelUnusable` when a file cannot be read, or when
+    A context manager. Threads may share one. Raises `SourceFailed` when a file cannot be read, or when
     neither the file nor its parts together have that size.
     """
 
-    def __init__(self, path: Path, size_bytes: int) -> None:
-        self.path = path
-        self._parts: list[tuple[int, int, Path, int]] = []
+    def __init__(self, location: Location, size_bytes: int) -> None:
+        self.name = str(location)
+        self.size_bytes = size_bytes
+        self._parts: list[tuple[int, int, ByteRanges]] = []
         try:
-            found = self._open(path, 0)
+            found = self._open(location, 0)
             if found != size_bytes:
-                for other in part_paths(path):
-                    if other != path:
+                for other in part_locations(location):
+                    if other != location:
                         found += self._open(other, found)
-        except OSError as error:
+            if found != size_bytes:
+                raise SourceFailed(
+                    f"{location} has {found} bytes, the model {size_bytes}: it is another file"
+                )
+        except SourceFailed:
             self.close()
-            raise ModelUnusable(f"{error.filename} cannot be read: {error.strerror or error}") from error
-        if found != size_bytes:
-            self.close()
-            raise ModelUnusable(f"{path} has {found} bytes, the model {size_bytes}: it is another file")
+            raise
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """The bytes of one range, whole."""
-        pieces = list(self._ranges(offset, size_bytes, size_bytes))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(self.pieces(offset, size_bytes))
 
     def pieces(self, offset: int, size_bytes: int) -> Iterator[bytes]:
-        """The bytes of one range, `PIECE_SIZE_BYTES` at a time."""
-        return self._ranges(offset, size_bytes, PIECE_SIZE_BYTES)
+        """The bytes of one range, in pieces of bounded size (see `ByteRanges`)."""
+        if not self._parts:
+            raise LocalProtocolError("the model's bytes are closed")
+        for begin, end, part in self._parts:
+            if begin <= offset < end:
+                here = min(size_bytes, end - offset)
+                yield from part.pieces(offset - begin, here)
+                offset += here
+                size_bytes -= here
+        if size_bytes:
+            raise SourceFailed(f"{self.name} is cut short: it ends {size_bytes} bytes too early")
 
     def close(self) -> None:
         """Close the files; no read is possible afterwards. Idempotent."""
-        for _, _, _, handle in self._parts:
-            os.close(handle)
+        for _, _, part in self._parts:
+            part.close()
         self._parts = []
 
-    def _open(self, path: Path, begin: int) -> int:
+    def _open(self, location: Location, begin: int) -> int:
         """Open one part that begins at `begin`; its size."""
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
-        size_bytes = os.fstat(handle).st_size
-        self._parts.append((begin, begin + size_bytes, path, handle))
-        return size_bytes
-
-    def _ranges(self, offset: int, size_bytes: int, piece_bytes_max: int) -> Iterator[bytes]:
-        if not self._parts:
-            raise LocalProtocolError("the model's bytes are closed")
-        for begin, end, path, handle in self._parts:
-            while size_bytes and begin <= offset < end:
-                wanted = min(size_bytes, piece_bytes_max, end - offset)
-                try:
-                    piece = os.pread(handle, wanted, offset - begin)
-                except OSError as error:
-                    raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
-                if not piece:
-                    raise ModelUnusable(f"{path} is cut short at byte {offset - begin}")
-                yield piece
-                offset += len(piece)
-                size_bytes -= len(piece)
-        if size_bytes:
-            raise ModelUnusable(f"{self.path} is cut short: it ends {size_bytes} bytes too early")
+        part = opened(location)
+        self._parts.append((begin, begin + part.size_bytes, part))
+        return part.size_bytes
 
     def __enter__(self) -> Self:
         return self

@@ -11,13 +11,15 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
+from kvasir_node.model.byte_ranges import InOrder
 from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, ValueType, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.model_bytes import ModelBytes
+from kvasir_node.model.model_url import Location
 from kvasir_proto.errors import LocalProtocolError, ModelUnusable
 from kvasir_proto.limits import EXPERTS_MAX, LAYERS_MAX
 from kvasir_proto.manifest import (
@@ -37,6 +39,10 @@ _LIKE_EXPERTS: Final = re.compile("ffn_(up|down|gate|gate_up)_exps")
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all) as work goes on."""
 
+CopyOf = Callable[[GgufTensor, int], AbstractContextManager[BinaryIO | None]]
+"""Of a tensor and, where it belongs to routed experts, one of them (else 0): a file to write its bytes to, at
+the place where they belong; None where nobody wants them. Left without an error only when all have come."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertGeometry:
@@ -53,7 +59,7 @@ class ExpertGeometry:
     moe_layers: tuple[int, ...]
 
 
-def build_manifest(path: Path, progress: Progress | None = None) -> ModelManifest:
+def build_manifest(path: Location, progress: Progress | None = None) -> ModelManifest:
     """The manifest of the model at `path`, reading the file once from begin to end.
 
     Raises `ModelUnusable` for a file that `read_gguf` refuses, that is not a Mixture of Experts, that
@@ -62,8 +68,13 @@ def build_manifest(path: Path, progress: Progress | None = None) -> ModelManifes
     return manifest_of(read_gguf(path), progress)
 
 
-def manifest_of(gguf: GgufFile, progress: Progress | None = None) -> ModelManifest:
-    """As `build_manifest`, for a header that has been read already."""
+def manifest_of(
+    gguf: GgufFile, progress: Progress | None = None, copy_of: CopyOf | None = None
+) -> ModelManifest:
+    """As `build_manifest`, for a header that has been read already.
+
+    `copy_of` says where the bytes of a part are to be written as they pass, so that none is read twice.
+    """
     geometry = expert_geometry(gguf)
     try:
         return ModelManifest(
@@ -84,7 +95,7 @@ def manifest_of(gguf: GgufFile, progress: Progress | None = None) -> ModelManife
             hyper_parameters_sha256=metadata_sha256(gguf.metadata, f"{geometry.architecture}."),
             tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer.", without=_TEMPLATE),
             template_sha256=metadata_sha256(gguf.metadata, _TEMPLATE),
-            tensors=_digested_tensors(gguf, progress),
+            tensors=_digested_tensors(gguf, progress, copy_of or _no_copy),
         )
     except LocalProtocolError as error:
         raise ModelUnusable(f"{gguf.path} cannot be used: {error}") from error
@@ -231,12 +242,19 @@ def _checked_layer(fields: _Fields, layer: int, tensors: Mapping[str, GgufTensor
     return n_ff
 
 
-def _digested_tensors(gguf: GgufFile, progress: Progress | None) -> tuple[ManifestTensor, ...]:
+def _no_copy(tensor: GgufTensor, part: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _digested_tensors(
+    gguf: GgufFile, progress: Progress | None, copy_of: CopyOf
+) -> tuple[ManifestTensor, ...]:
     """Every tensor with its digests, in the file's order, read in the order of the bytes."""
     digests: dict[str, bytes] = {}
     total = sum(each.size_bytes for each in gguf.tensors)
     done = 0
-    with ModelBytes(gguf.path, gguf.size_bytes) as source:
+    with ModelBytes(gguf.path, gguf.size_bytes) as model:
+        source = InOrder(model, gguf.data_offset, gguf.size_bytes)
         for tensor in sorted(gguf.tensors, key=lambda each: each.offset):
             is_expert = is_expert_name(tensor.name)
             n_part = tensor.shape[-1] if is_expert else 1
@@ -244,13 +262,16 @@ def _digested_tensors(gguf: GgufFile, progress: Progress | None) -> tuple[Manife
             parts = []
             for part in range(n_part):
                 hasher = hashlib.sha256()
-                for piece in source.pieces(tensor.offset + part * size_bytes, size_bytes):
-                    hasher.update(piece)
+                with copy_of(tensor, part) as copy:
+                    for piece in source.pieces(tensor.offset + part * size_bytes, size_bytes):
+                        hasher.update(piece)
+                        if copy is not None:
+                            copy.write(piece)
                 parts.append(hasher.digest())
+                done += size_bytes
+                if progress is not None:
+                    progress(done, total)
             digests[tensor.name] = b"".join(parts)
-            done += tensor.size_bytes
-            if progress is not None:
-                progress(done, total)
     return tuple(
         ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digests[each.name])
         for each in gguf.tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvasir_node.model import model_bytes
+from kvasir_node.model import byte_ranges
 from kvasir_node.model.backbone_file import (
     expert_bytes_of,
     hole_type,
@@ -143,7 +143,7 @@ def test_large_tensors_go_through_in_pieces(
     model: tuple[Path, ModelManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, manifest = model
-    monkeypatch.setattr(model_bytes, "PIECE_SIZE_BYTES", 100)
+    monkeypatch.setattr(byte_ranges, "PIECE_SIZE_BYTES", 100)
     assert build_manifest(source) == manifest
     copied: list[int] = []
     write_reference_file(source, manifest, source.with_name("reference.gguf"), copied.append)

@@ -12,7 +12,7 @@ import pytest
 
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.gguf_reader import read_gguf
-from kvasir_node.model.gguf_split import PARTS_MAX, part_paths
+from kvasir_node.model.gguf_split import PARTS_MAX, part_locations
 from kvasir_node.model.model_manifest import build_manifest
 from kvasir_node.model.store import ModelStore
 from kvasir_proto.errors import ModelUnusable
@@ -28,7 +28,7 @@ def test_a_split_model_is_the_model(tmp_path: Path) -> None:
     whole = make_qwen3moe(tmp_path / "whole.gguf", SHAPE)
     first = make_qwen3moe(tmp_path / "model.gguf", SPLIT)
     assert first.name.startswith("model-00001-of-0000")
-    paths = part_paths(first)
+    paths = part_locations(first)
     assert len(paths) > 2
     header, header_whole = read_gguf(first), read_gguf(whole)
     assert header.paths == paths
@@ -59,7 +59,7 @@ def test_a_split_model_is_stored_served_and_mended_like_any_other(tmp_path: Path
     reference = read_gguf(stored.reference_path())
     assert reference.paths == (stored.reference_path(),)
     assert [t.name for t in reference.tensors] == [t.name for t in stored.manifest.tensors]
-    third = part_paths(first)[2]
+    third = part_locations(first)[2]
     data = bytearray(third.read_bytes())
     data[-1] ^= 1
     third.write_bytes(data)
@@ -86,8 +86,8 @@ def test_only_names_of_parts_have_other_parts() -> None:
     too_many = f"m-00001-of-{PARTS_MAX + 1:05}.gguf"
     wrong = ("m-00001-of-00001.gguf", "m-00003-of-00002.gguf", "m-1-of-2.gguf", "m-00001-of-00002")
     for name in ("m.gguf", *wrong, too_many):
-        assert part_paths(Path(name)) == (Path(name),)
-    assert part_paths(Path("a/m-00002-of-00003.gguf")) == tuple(
+        assert part_locations(Path(name)) == (Path(name),)
+    assert part_locations(Path("a/m-00002-of-00003.gguf")) == tuple(
         Path(f"a/m-0000{each}-of-00003.gguf") for each in (1, 2, 3)
     )
 
