@@ -406,14 +406,14 @@ class Node:
         """
         home = self._home
         for stored in home.models.list():
-            if stored.manifest.digest() == digest and (stored.source_path.exists() or not needs_source):
+            if stored.manifest.digest() == digest and (stored.has_source or not needs_source):
                 return stored
         for candidate in (home.configuration.model, None):
             stored = resolve_model(home, candidate)
             if stored.manifest.digest() == digest:
                 return stored
         mended = home.models.mended(digest.hex())
-        if mended is not None and (mended.source_path.exists() or not needs_source):
+        if mended is not None and (mended.has_source or not needs_source):
             return mended
         raise ModelUnusable(
             f"the swarm's model {digest.hex()[:12]} is not here: add its file with "

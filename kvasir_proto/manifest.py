@@ -470,7 +470,11 @@ def _manifest_of(parts: Any) -> ModelManifest:
         moe_layers=tuple(_integer(each) for each in _list(parts[11], LAYERS_MAX)),
         file_size_bytes=_integer(parts[12]),
         data_offset=_integer(parts[13]),
-        **{field: _binary(parts[14 + index]) for index, field in enumerate(_DIGESTS)},
+        header_sha256=_binary(parts[14]),
+        metadata_sha256=_binary(parts[15]),
+        hyper_parameters_sha256=_binary(parts[16]),
+        tokenizer_sha256=_binary(parts[17]),
+        template_sha256=_binary(parts[18]),
         tensors=tuple(_tensor_of(each) for each in _list(parts[19], TENSORS_MAX)),
     )
 

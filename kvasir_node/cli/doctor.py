@@ -397,6 +397,6 @@ def _model(locations: Locations, configuration: Configuration) -> Check:
     if Path(named).exists():
         return Check("model", True, named)
     stored = ModelStore(locations.models).get(named)
-    if not stored.source_path.exists():
-        return Check("model", False, f"{stored.source_path} has gone", "put the file back, or add it again")
+    if not stored.has_source:
+        return Check("model", False, f"{stored.source} has gone", "put the file back, or add it again")
     return Check("model", True, f"{stored.name} {stored.digest[:12]}")

@@ -10,12 +10,20 @@ import contextlib
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -110,21 +118,34 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_on_stderr(what: str) -> Iterator[ByteProgress]:
-    """A function to be told (bytes done, bytes in all): a bar on a terminal, a line a quarter elsewhere."""
+def progress_on_stderr(what: str, *, shows_rate: bool = False) -> Iterator[ByteProgress]:
+    """A function to be told (bytes done, bytes in all): a bar on a terminal, a line a quarter elsewhere.
+
+    With ``shows_rate`` lines have the bytes and how fast they come, as the bar has.
+    """
     if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            *((TransferSpeedColumn(),) if shows_rate else ()),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
     said = 0
+    begin = time.monotonic()
 
     def tell(done: int, total: int) -> None:
         nonlocal said
         quarter = 4 * done // max(1, total)
         if quarter > said:
             said = quarter
-            note(f"{what}: {25 * quarter} %")
+            rate = done / max(1e-9, time.monotonic() - begin)
+            left = f", {(total - done) / rate:.0f} s left" if done < total else ""
+            detail = f", {done >> 20} of {total >> 20} MiB, {rate / 2**20:.1f} MiB/s{left}"
+            note(f"{what}: {25 * quarter} %" + (detail if shows_rate else ""))
 
     yield tell

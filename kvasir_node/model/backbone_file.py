@@ -8,20 +8,29 @@ contains is copied bit for bit and checked against the manifest; nothing here kn
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, TypeVar
 
-from kvasir_node.model.gguf_format import metadata_sha256
+from kvasir_node.model.byte_ranges import InOrder
+from kvasir_node.model.gguf_format import GgufFile, GgufTensor, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import copy_tensor, lay_out, new_file, verified_pieces
 from kvasir_node.model.model_bytes import ModelBytes
+from kvasir_node.model.model_manifest import CopyOf
+from kvasir_node.model.model_url import Location
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
+
+GAP_BYTES_MAX: Final = 64 << 10
+"""Bytes between two tensors that cost less to read and throw away than another request does."""
+
+_Tensor = TypeVar("_Tensor", GgufTensor, ManifestTensor)
 
 _NO_MATRIX: Final = frozenset({"i8", "i16", "i32", "i64", "f64"})
 _SMALLEST_FIRST: Final = sorted(
@@ -32,18 +41,21 @@ _SMALLEST_FIRST: Final = sorted(
 
 
 def write_backbone_file(
-    source: Path, manifest: ModelManifest, destination: Path, on_bytes: Callable[[int], None] | None = None
+    source: Location,
+    manifest: ModelManifest,
+    destination: Path,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Write the backbone file of the model at `source`; it appears whole or not at all.
 
     Metadata and the trunk's tensors are carried through unchanged. `on_bytes` is told the size of each
     piece copied. Raises `ModelUnusable` when the source is not the manifest's model, or cannot be written.
     """
-    write_model_file(source, manifest, destination, lambda tensor: not tensor.is_expert, on_bytes)
+    write_model_file(source, manifest, destination, _is_trunk, on_bytes)
 
 
 def write_model_file(
-    source: Path,
+    source: Location,
     manifest: ModelManifest,
     destination: Path,
     keep: Callable[[ManifestTensor], bool],
@@ -55,18 +67,64 @@ def write_model_file(
         raise ModelUnusable(f"{source} is not the model of the manifest any more: its header or size differs")
     header, placed, size_bytes = lay_out(
         tuple(gguf.metadata.values()),
-        _tensors_written(manifest, keep),
+        _written(manifest.tensors, keep),
         gguf.alignment,
     )
+    kept = [each for each in zip(manifest.tensors, placed, strict=True) if keep(each[0])]
     with ModelBytes(source, manifest.file_size_bytes) as model, new_file(destination) as output:
         output.write(header)
-        for tensor, place in zip(manifest.tensors, placed, strict=True):
-            if keep(tensor):
-                copy_tensor(model, tensor, output, place.offset, on_bytes)
+        for run in _runs(kept):
+            begin, last = run[0][0].offset, run[-1][0]
+            in_order = InOrder(model, begin, last.offset + last.size_bytes)
+            for tensor, place in run:
+                copy_tensor(in_order, tensor, output, place.offset, on_bytes)
         output.truncate(size_bytes)
 
 
-def hole_type(tensor: ManifestTensor) -> TensorType:
+@contextlib.contextmanager
+def backbone_copy(gguf: GgufFile, destination: Path) -> Iterator[CopyOf]:
+    """Write the backbone file of a model whose manifest is being made from the same bytes, as they pass.
+
+    It appears when the block ends well. Raises `ModelUnusable` when it cannot be written.
+    """
+    header, placed, size_bytes = lay_out(
+        tuple(gguf.metadata.values()), _written(gguf.tensors, _is_trunk), gguf.alignment
+    )
+    offsets = {each.name: each.offset for each in placed}
+    with new_file(destination) as output:
+        output.write(header)
+
+        @contextlib.contextmanager
+        def copy_of(tensor: GgufTensor, part: int) -> Iterator[BinaryIO | None]:
+            if _is_trunk(tensor):
+                output.seek(offsets[tensor.name])
+            yield output if _is_trunk(tensor) else None
+
+        yield copy_of
+        output.truncate(size_bytes)
+
+
+def _is_trunk(tensor: GgufTensor | ManifestTensor) -> bool:
+    return not is_expert_name(tensor.name)
+
+
+def _runs(
+    kept: Sequence[tuple[ManifestTensor, GgufTensor]],
+) -> Iterator[list[tuple[ManifestTensor, GgufTensor]]]:
+    """The tensors in runs that lie close together in the model, each worth one request."""
+    run: list[tuple[ManifestTensor, GgufTensor]] = []
+    end = 0
+    for each in sorted(kept, key=lambda pair: pair[0].offset):
+        if run and each[0].offset > end + GAP_BYTES_MAX:
+            yield run
+            run = []
+        run.append(each)
+        end = each[0].offset + each[0].size_bytes
+    if run:
+        yield run
+
+
+def hole_type(tensor: GgufTensor | ManifestTensor) -> TensorType:
     """The type a hole is declared in: for a matrix the smallest one whose blocks divide its rows.
 
     Biases and scales are a thousandth of the matrices and keep their type.
@@ -78,16 +136,14 @@ def hole_type(tensor: ManifestTensor) -> TensorType:
 
 def backbone_tensors(manifest: ModelManifest) -> list[tuple[str, TensorType, tuple[int, ...]]]:
     """(name, type, shape) of each tensor of a backbone file, in order."""
-    return _tensors_written(manifest, lambda tensor: not tensor.is_expert)
+    return _written(manifest.tensors, _is_trunk)
 
 
-def _tensors_written(
-    manifest: ModelManifest, keep: Callable[[ManifestTensor], bool]
+def _written(
+    tensors: Sequence[_Tensor], keep: Callable[[_Tensor], bool]
 ) -> list[tuple[str, TensorType, tuple[int, ...]]]:
     """(name, type, shape) of each tensor of a written file, in order."""
-    return [
-        (each.name, each.type if keep(each) else hole_type(each), each.shape) for each in manifest.tensors
-    ]
+    return [(each.name, each.type if keep(each) else hole_type(each), each.shape) for each in tensors]
 
 
 def verify_backbone_file(
@@ -97,7 +153,7 @@ def verify_backbone_file(
 
     `on_bytes` is told the size of each piece read. Raises `ModelUnusable` otherwise.
     """
-    verify_model_file(path, manifest, lambda tensor: not tensor.is_expert, on_bytes)
+    verify_model_file(path, manifest, _is_trunk, on_bytes)
 
 
 def verify_model_file(
@@ -110,7 +166,7 @@ def verify_model_file(
     gguf = read_gguf(path)
     if metadata_sha256(gguf.metadata) != manifest.metadata_sha256:
         raise ModelUnusable(f"{path} is damaged: its metadata are not the manifest's")
-    expected = _tensors_written(manifest, keep)
+    expected = _written(manifest.tensors, keep)
     _, placed, size_bytes = lay_out(tuple(gguf.metadata.values()), expected, gguf.alignment)
     if gguf.tensors != placed or gguf.size_bytes != size_bytes:
         raise ModelUnusable(f"{path} is damaged: it is not laid out as the manifest says")

@@ -21,22 +21,26 @@ PIECE_SIZE_BYTES: Final = 1 << 20
 """How much is in memory at once where a range is read in pieces."""
 
 
-class ByteRanges(Protocol):
-    """The bytes of one file. Threads may share one."""
+class Pieces(Protocol):
+    """What ranges of bytes can be had from."""
 
     @property
     def name(self) -> str:
         """What a sentence calls it."""
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it has, as it said when it was opened."""
 
     def pieces(self, offset: int, size_bytes: int) -> Iterator[bytes]:
         """The bytes of one range, in pieces of at most `PIECE_SIZE_BYTES`, none empty.
 
         Raises `SourceFailed` when they do not all come; what has come until then is right as far as it knows.
         """
+
+
+class ByteRanges(Pieces, Protocol):
+    """The bytes of one file. Threads may share one."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has, as it said when it was opened."""
 
     def close(self) -> None:
         """Let go of what it holds; no range can be had afterwards. Idempotent."""
@@ -99,7 +103,7 @@ class InOrder:
     `begin` and `end` bound what will be asked for; what lies between two ranges is read and thrown away.
     """
 
-    def __init__(self, source: ByteRanges, begin: int, end: int) -> None:
+    def __init__(self, source: Pieces, begin: int, end: int) -> None:
         self.name = source.name
         self._coming = source.pieces(begin, end - begin)
         self._position = begin

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvasir_node.durable_file import durable_file
+from kvasir_node.model.byte_ranges import Pieces
 from kvasir_node.model.gguf_format import GgufTensor, MetadataEntry, aligned, encode_header
-from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, tensor_size_bytes
 from kvasir_proto.tensor_types import TensorType
@@ -57,7 +57,7 @@ def new_file(destination: Path) -> Iterator[BinaryIO]:
 
 
 def copy_tensor(
-    source: ModelBytes,
+    source: Pieces,
     tensor: ManifestTensor,
     destination: BinaryIO,
     offset: int,
@@ -75,7 +75,7 @@ def copy_tensor(
             on_bytes(len(piece))
 
 
-def verified_pieces(source: ModelBytes, tensor: ManifestTensor) -> Iterator[bytes]:
+def verified_pieces(source: Pieces, tensor: ManifestTensor) -> Iterator[bytes]:
     """The bytes of one tensor in pieces, checked against its digests.
 
     Raises `ModelUnusable` after the last piece of a part whose digest is not the manifest's.

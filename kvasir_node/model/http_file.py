@@ -16,9 +16,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 from urllib.parse import urljoin, urlsplit
 
 from kvasir_node import __version__
@@ -146,7 +146,7 @@ class HttpFile:
             finally:
                 coming.close()
 
-    def _attempt(self, offset: int, end: int) -> Iterator[bytes]:
+    def _attempt(self, offset: int, end: int) -> Generator[bytes]:
         """What one answer gives of these bytes. Raises `_Interrupted` for what may pass."""
         exchange = self._ask(offset, end)
         left = exchange.size_bytes
@@ -345,7 +345,7 @@ class _TimedSocket:
             raise TimeoutError("the server is too slow")
         self._raw.settimeout(left_s)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
+    def makefile(self, mode: Literal["rb"]) -> io.BufferedReader:
         """What an answer is read from."""
         return io.BufferedReader(_TimedFile(self._raw.makefile(mode, buffering=0), self), 1 << 16)
 

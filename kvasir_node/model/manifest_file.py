@@ -22,3 +22,13 @@ def read_manifest(path: Path) -> ModelManifest:
     except RemoteProtocolError as error:
         what = f"is damaged: {error.reason}"
     raise ModelUnusable(f"{path} {what}; 'kvasir-node models add FILE' with the model's file makes it again")
+
+
+def read_manifest_of_others(path: Path) -> ModelManifest:
+    """A manifest that somebody handed over as a file. Raises `ModelUnusable`."""
+    try:
+        return ModelManifest.decode(read_small_file(path, MANIFEST_SIZE_BYTES_MAX))
+    except OSError as error:
+        raise ModelUnusable(f"{path} cannot be read: {error.strerror or error}") from error
+    except RemoteProtocolError as error:
+        raise ModelUnusable(f"{path} is no manifest: {error.reason}") from error

@@ -11,11 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvasir_node.model.backbone_file import verify_model_file, write_model_file
+from kvasir_node.model.model_url import Location
 from kvasir_proto.manifest import ModelManifest
 
 
 def write_reference_file(
-    source: Path, manifest: ModelManifest, destination: Path, on_bytes: Callable[[int], None] | None = None
+    source: Location,
+    manifest: ModelManifest,
+    destination: Path,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Write the whole model at `source` as `destination`; it appears whole or not at all.
 

@@ -2,8 +2,9 @@
 
 Decides what is on disk for a model and whether it can still be trusted. One directory a model, named by the
 manifest's digest; the entry file is written last, so a directory without a fitting one is the rest of an
-interrupted `add` and is built again. The model file itself stays where the user has it: it is remembered,
-not copied. It knows nothing of swarms, and opens nothing with llama.cpp.
+interrupted `add` and is built again. A model file of this machine stays where the user has it, remembered and
+not copied; of one at an address what was fetched lies beside the manifest. It knows nothing of swarms, and
+opens nothing with llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,22 +16,32 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from kvasir_node.durable_file import PARTIAL_PREFIX
-from kvasir_node.model.backbone_file import backbone_tensors, verify_backbone_file, write_backbone_file
+from kvasir_node.model.backbone_file import (
+    backbone_copy,
+    backbone_tensors,
+    verify_backbone_file,
+    write_backbone_file,
+)
+from kvasir_node.model.expert_files import ExpertFiles
+from kvasir_node.model.gguf_format import GgufFile, GgufTensor
 from kvasir_node.model.gguf_reader import memory_for, read_gguf
 from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of
+from kvasir_node.model.model_url import Location, ModelUrl, location_of
 from kvasir_node.model.reference_file import verify_reference_file, write_reference_file
 from kvasir_node.model.verified_files import VerifiedFiles, identity_of
 from kvasir_node.small_file import read_small_file
 from kvasir_node.telemetry import get_logger
-from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.errors import ModelUnusable, RemoteProtocolError, UsageError
 from kvasir_proto.manifest import MANIFEST_SIZE_BYTES_MAX, ModelManifest, is_expert_name
 
 log = get_logger()
@@ -49,6 +60,7 @@ _ENTRY: Final = "entry.json"
 _MANIFEST: Final = "manifest.msgpack"
 _BACKBONE: Final = "backbone.gguf"
 _REFERENCE: Final = "reference.gguf"
+_EXPERTS: Final = "experts"
 _ENTRY_SIZE_BYTES_MAX: Final = 1 << 18
 """It has five numbers for each part of a model: of 1,024 parts about 130,000 bytes."""
 
@@ -60,14 +72,29 @@ _VERIFIED: Final = VerifiedFiles()
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One model of the store. `source_path` is the user's file: it may have gone meanwhile."""
+    """One model of the store. `source` is the user's file or an address: it may have gone meanwhile."""
 
     name: str
     digest: str
     manifest: ModelManifest
     manifest_path: Path
     backbone_path: Path
-    source_path: Path
+    source: Location
+
+    @property
+    def source_path(self) -> Path:
+        """Where engines read experts: the user's file, or the directory of those fetched from an address."""
+        return self.source if isinstance(self.source, Path) else self.experts.directory
+
+    @property
+    def experts(self) -> ExpertFiles:
+        """The experts that were fetched."""
+        return ExpertFiles(self.manifest_path.with_name(_EXPERTS))
+
+    @property
+    def has_source(self) -> bool:
+        """Whether its experts can be had: its file is there, or it has an address."""
+        return isinstance(self.source, ModelUrl) or self.source.exists()
 
     def context_length(self, wanted: int) -> int:
         """Positions of a context for this model: as many as wanted, at most what it was trained for."""
@@ -87,9 +114,7 @@ class StoredModel:
 
         def write() -> None:
             _require_space(self.backbone_path.parent, needed, "the backbone file")
-            write_backbone_file(
-                self.source_path, self.manifest, self.backbone_path, _counted(progress, total)
-            )
+            write_backbone_file(self.source, self.manifest, self.backbone_path, _counted(progress, total))
 
         return self._verified(
             self.backbone_path,
@@ -109,7 +134,7 @@ class StoredModel:
 
         def write() -> None:
             _require_space(path.parent, self.manifest.file_size_bytes, "the reference file")
-            write_reference_file(self.source_path, self.manifest, path, _counted(progress, total))
+            write_reference_file(self.source, self.manifest, path, _counted(progress, total))
 
         return self._verified(
             path, lambda: verify_reference_file(path, self.manifest, _counted(progress, total)), write
@@ -178,11 +203,8 @@ class ModelStore:
         self, path: Path, progress: Progress | None, judge: Callable[[Path], None] | None
     ) -> StoredModel:
         gguf = read_gguf(path)
-        identity = identity_of(gguf.paths)
-        try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ModelUnusable(f"{self._directory} cannot be made: {error.strerror or error}") from error
+        identity = identity_of([each for each in gguf.paths if isinstance(each, Path)])
+        self._prepare()
         with _locked(self._directory):
             known = self._unchanged(path, identity)
             if known is not None and known.manifest.header_sha256 == gguf.header_sha256:
@@ -197,6 +219,86 @@ class ModelStore:
             total = hashed + sum(each.size_bytes for each in gguf.tensors if not is_expert_name(each.name))
             manifest = manifest_of(gguf, progress and (lambda done, _: progress(done, total)))
             return self._build(path, identity, manifest, _counted(progress, total, hashed), judge)
+
+    def pull(
+        self,
+        url: ModelUrl,
+        progress: Progress | None = None,
+        judge: Callable[[Path], None] | None = None,
+        *,
+        manifest: ModelManifest | None = None,
+        keep_experts: bool = True,
+    ) -> StoredModel:
+        """Take the model at `url` into the store: manifest, backbone file and, if they are kept, experts.
+
+        Every byte is fetched once: those of the trunk go into the backbone file as they are hashed, those of
+        experts into files of their own, where all of them have room. With a `manifest` only header and trunk
+        are fetched, and must be the manifest's; so it is with a model that is here from that address.
+        `progress`, `judge` and what is raised are as for `add`.
+        """
+        with memory_for(url):
+            gguf = read_gguf(url)
+            self._prepare()
+            with _locked(self._directory):
+                manifest = manifest or self._known_at(url, gguf)
+                if manifest is not None:
+                    return self._build(
+                        url, (), manifest, _counted(progress, manifest.trunk_size_bytes()), judge
+                    )
+                return self._pull(url, gguf, progress, judge, keep_experts)
+
+    def _pull(
+        self,
+        url: ModelUrl,
+        gguf: GgufFile,
+        progress: Progress | None,
+        judge: Callable[[Path], None] | None,
+        keep_experts: bool,
+    ) -> StoredModel:
+        experts_bytes = sum(each.size_bytes for each in gguf.tensors if is_expert_name(each.name))
+        needed = gguf.size_bytes - experts_bytes
+        _require_space(self._directory, needed, "the backbone file")
+        free_bytes = shutil.disk_usage(self._directory).free
+        with _staging(self._directory) as staging:
+            experts = ExpertFiles(staging / _EXPERTS)
+            keep_experts = keep_experts and free_bytes >= needed + experts_bytes + SPARE_BYTES
+            with backbone_copy(gguf, staging / _BACKBONE) as trunk_copy:
+
+                def copy_of(tensor: GgufTensor, part: int) -> AbstractContextManager[BinaryIO | None]:
+                    if keep_experts and is_expert_name(tensor.name):
+                        return experts.writing(tensor.name, part)
+                    return trunk_copy(tensor, part)
+
+                manifest = manifest_of(gguf, progress, copy_of)
+            _ask(judge, url, staging / _BACKBONE)
+            directory = self._directory / manifest.digest().hex()
+            for path in sorted(staging.rglob("*")):
+                target = directory / path.relative_to(staging)
+                if path.is_file():
+                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    path.replace(target)
+            _VERIFIED.remember(directory / _BACKBONE, directory.name)
+        return self._described_as(directory, url, (), manifest)
+
+    def _known_at(self, url: ModelUrl, gguf: GgufFile) -> ModelManifest | None:
+        """The manifest of the model that came from this address, if it has this header still."""
+        for digest in self._digests():
+            with contextlib.suppress(ModelUnusable):
+                known = self._described(digest)
+                here, there = known.manifest, gguf
+                is_same = (here.header_sha256, here.file_size_bytes) == (
+                    there.header_sha256,
+                    there.size_bytes,
+                )
+                if known.source == url and is_same:
+                    return here
+        return None
+
+    def _prepare(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelUnusable(f"{self._directory} cannot be made: {error.strerror or error}") from error
 
     def list(self) -> tuple[StoredModel, ...]:
         """Every usable model, by name. Rests of an interrupted `add` are not among them."""
@@ -258,13 +360,13 @@ class ModelStore:
         for digest in self._digests():
             with contextlib.suppress(ModelUnusable):
                 entry = self._entry(digest)
-                if entry["source_path"] == str(path) and entry["source_identity"] == list(identity):
+                if entry["source"] == str(path) and entry["source_identity"] == list(identity):
                     return self._load(digest)
         return None
 
     def _build(
         self,
-        path: Path,
+        source: Location,
         identity: tuple[int, ...],
         manifest: ModelManifest,
         on_bytes: Callable[[int], None],
@@ -280,21 +382,27 @@ class ModelStore:
             backbone.unlink(missing_ok=True)
             needed = manifest.data_offset + manifest.trunk_size_bytes()
             _require_space(directory, needed, "the backbone file")
-            write_backbone_file(path, manifest, backbone, on_bytes)
+            write_backbone_file(source, manifest, backbone, on_bytes)
             _VERIFIED.remember(backbone, directory.name)
         try:
-            _ask(judge, path, backbone)
+            _ask(judge, source, backbone)
         except ModelUnusable:
             if not (directory / _ENTRY).exists():  # nothing is kept of what was never added
                 shutil.rmtree(directory, ignore_errors=True)
             raise
+        return self._described_as(directory, source, identity, manifest)
+
+    def _described_as(
+        self, directory: Path, source: Location, identity: tuple[int, ...], manifest: ModelManifest
+    ) -> StoredModel:
+        """Write what tells that the model in this directory is whole."""
         encoded = manifest.encode()
         with new_file(directory / _MANIFEST) as file:
             file.write(encoded)
         entry = {
             "schema_version": ENTRY_SCHEMA_VERSION,
-            "name": model_name(path),
-            "source_path": str(path),
+            "name": model_name(source),
+            "source": source.url if isinstance(source, ModelUrl) else str(source),
             "source_identity": identity,
             "manifest_sha256": hashlib.sha256(encoded).hexdigest(),
         }
@@ -334,7 +442,7 @@ class ModelStore:
             manifest=manifest,
             manifest_path=directory / _MANIFEST,
             backbone_path=directory / _BACKBONE,
-            source_path=Path(str(entry["source_path"])),
+            source=location_of(str(entry["source"])),
         )
 
     def _entry(self, digest: str) -> dict[str, Any]:
@@ -344,11 +452,12 @@ class ModelStore:
             entry = json.loads(_read_bounded(path, _ENTRY_SIZE_BYTES_MAX))
             if entry["schema_version"] != ENTRY_SCHEMA_VERSION:
                 raise ModelUnusable(f"{path} was written by another version of Kvasir")
-            known = {"name": entry["name"], "source_path": entry["source_path"]}
+            known = {"name": entry["name"], "source": entry["source"]}
             if not all(isinstance(each, str) and each for each in known.values()):
                 raise ModelUnusable(f"{path} is damaged: a name is not a text")
+            location_of(known["source"])
             return known | {each: entry[each] for each in ("source_identity", "manifest_sha256")}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
             raise ModelUnusable(f"{path} is damaged: it is not an entry") from error
 
 
@@ -360,7 +469,22 @@ def _locked(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for partial in directory.glob(f"*/{PARTIAL_PREFIX}*"):  # whoever wrote it was killed
                 partial.unlink(missing_ok=True)
+            for staging in directory.glob(f"{PARTIAL_PREFIX}*"):
+                shutil.rmtree(staging, ignore_errors=True)
             yield
+    except OSError as error:
+        raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    """A directory for what has no name yet; it goes with the block, or when the lock is next taken."""
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=directory))
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
 
@@ -387,7 +511,7 @@ def _check_backbone(path: Path, manifest: ModelManifest) -> None:
     _VERIFIED.check(path, manifest.digest().hex(), lambda: verify_backbone_file(path, manifest))
 
 
-def _ask(judge: Callable[[Path], None] | None, source: Path, backbone: Path) -> None:
+def _ask(judge: Callable[[Path], None] | None, source: Location, backbone: Path) -> None:
     """Show the backbone file to `judge`; its refusal names the file that the user knows."""
     if judge is not None:
         try:

@@ -279,9 +279,12 @@ def test_a_drip_below_the_floor_is_given_up_however_steady_it_is() -> None:
         return True
 
     patience = replace(IMPATIENT, answer_s=1e6, silence_s=1e6, connect_s=5, bytes_per_second_min=100_000)
-    with serving(model=DATA, behaviour=drip) as server, opened(server, patience, now=Clock(1.0)) as file:
-        with pytest.raises(SourceFailed, match="less than 100000 bytes a second came for 30 s"):
-            read(file)
+    with (
+        serving(model=DATA, behaviour=drip) as server,
+        opened(server, patience, now=Clock(1.0)) as file,
+        pytest.raises(SourceFailed, match="less than 100000 bytes a second came for 30 s"),
+    ):
+        read(file)
 
 
 def raw_server(serve: Callable[[socket.socket], None]) -> tuple[ModelUrl, Callable[[], None]]:

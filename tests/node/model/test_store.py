@@ -138,7 +138,7 @@ def test_the_same_model_from_another_place_keeps_its_backbone_file(
     shutil.copy(source, copy)
     source.unlink()
     again = store.add(copy)
-    assert again == replace(added, name="copy", source_path=copy)
+    assert again == replace(added, name="copy", source=copy)
     assert again.backbone_path.stat().st_mtime_ns == written
     assert store.list() == (again,)
 
@@ -182,7 +182,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no entry": ("entry.json", Path.unlink),
     "entry cut": ("entry.json", cut),
     "entry of another version": ("entry.json", rewrite_entry(schema_version=1)),
-    "entry without a path": ("entry.json", rewrite_entry(source_path=None)),
+    "entry without a path": ("entry.json", rewrite_entry(source=None)),
     "entry of another form": ("entry.json", lambda path: path.write_text("[]")),
     "entry too large": ("entry.json", lambda path: path.write_text(" " * 300_000)),
     "no manifest": ("manifest.msgpack", Path.unlink),

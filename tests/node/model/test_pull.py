@@ -1,0 +1,192 @@
+"""Taking in a model from an address: one pass, every byte once, and nothing left of what did not work."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvasir_node.model import store as store_module
+from kvasir_node.model.backbone_file import verify_backbone_file
+from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.model.gguf_split import part_locations
+from kvasir_node.model.store import ModelStore
+from kvasir_proto.errors import ModelUnusable, SourceFailed
+from kvasir_proto.manifest import ShardSet
+from tests.model_makers import ModelShape, make_dense, make_qwen3moe
+from tests.node.model.misbehaving_server import Answering, serving
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+SHAPE = ModelShape(n_layer=2, n_vocab=2000, tokenizer=False)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_qwen3moe(tmp_path / "tiny.gguf", SHAPE)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "models")
+
+
+def test_a_model_at_an_address_is_the_same_model_as_its_file(
+    store: ModelStore, source: Path, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int]] = []
+    with serving(source) as server:
+        url = server.url(source.name)
+        pulled = store.pull(url, lambda done, total: seen.append((done, total)))
+        sent_bytes = server.sent_bytes
+    added = ModelStore(tmp_path / "others").add(source)
+    assert pulled.manifest == added.manifest
+    assert (pulled.name, pulled.source, pulled.has_source) == ("tiny", url, True)
+    assert pulled.backbone_path.read_bytes() == added.backbone_path.read_bytes()
+    total = sum(each.size_bytes for each in pulled.manifest.tensors)
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+    # The header is read in steps of a MiB, which here is the whole file.
+    assert sent_bytes <= 2 * source.stat().st_size + 2
+    assert store.list() == (pulled,)
+    verify_backbone_file(pulled.backbone_path, pulled.manifest)
+    # What engines read is what was fetched on the way.
+    with (
+        ExpertSource(pulled.source_path, pulled.manifest) as fetched,
+        ExpertSource(source, added.manifest) as file,
+    ):
+        for tensor in pulled.manifest.tensors:
+            for expert in range(tensor.shape[-1] if tensor.is_expert else 0):
+                assert fetched.read(tensor.name, expert) == file.read(tensor.name, expert)
+
+
+def test_a_split_model_at_an_address_is_the_model(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    first = make_qwen3moe(tmp_path / "parts.gguf", replace(SHAPE, tensors_a_part=9))
+    paths = [each for each in part_locations(first) if isinstance(each, Path)]
+    assert len(paths) > 2
+    with serving(*paths) as server:
+        pulled = store.pull(server.url(first.name))
+    assert pulled.name == "parts"
+    assert pulled.digest == ModelStore(tmp_path / "others").add(source).digest
+    assert pulled.experts.missing(pulled.manifest, pulled.manifest.whole_shard()) == []
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 30))
+def test_twenty_cuts_anywhere_change_nothing(tmp_path: Path, source: Path, seed: int) -> None:
+    draws = random.Random(seed)
+    cuts = itertools.count()
+
+    def cut(answering: Answering, begin: int, end: int) -> bool:
+        if end - begin == 1 or next(cuts) >= 20:
+            return False
+        answering.part(answering.data, begin, end, answering.data[begin : draws.randrange(begin, end)])
+        answering.cut()
+        return True
+
+    directory = tmp_path / f"models-{seed}"
+    with serving(source) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvasir_node.model.http_file.retry_delay_s", lambda *_: 0.0)
+        server.behaviour = cut
+        pulled = ModelStore(directory).pull(server.url(source.name))
+        assert next(cuts) >= 20
+    assert pulled.manifest == ModelStore(directory).add(source).manifest
+    verify_backbone_file(pulled.backbone_path, pulled.manifest)
+    shutil.rmtree(directory)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_experts_without_room_are_hashed_and_not_kept(
+    store: ModelStore, source: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    free_bytes = store_module.SPARE_BYTES + source.stat().st_size - 1 if is_wanted else 1 << 40
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free_bytes))
+    with serving(source) as server:
+        pulled = store.pull(server.url(source.name), keep_experts=is_wanted)
+    shard = pulled.manifest.whole_shard()
+    assert len(pulled.experts.missing(pulled.manifest, shard)) == len(shard) * 3
+    assert not pulled.experts.directory.exists()
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(
+    store: ModelStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, store_module.SPARE_BYTES))
+    with serving(source) as server:
+        with pytest.raises(ModelUnusable, match=r"it takes \d+ MiB and 64 MiB must stay free, but only 64"):
+            store.pull(server.url(source.name))
+        assert len(server.asked) == 2, "its size and its header"
+
+
+def test_with_a_manifest_only_header_and_trunk_are_fetched(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir_node.model.gguf_reader._READ_SIZE_BYTES", 4096)
+    source = make_qwen3moe(tmp_path / "tiny.gguf", replace(SHAPE, n_expert=32, n_ff=64))
+    manifest = ModelStore(tmp_path / "others").add(source).manifest
+    with serving(source) as server:
+        pulled = store.pull(server.url(source.name), manifest=manifest)
+        wanted = manifest.data_offset + manifest.trunk_size_bytes()
+        assert server.sent_bytes <= 1.05 * wanted + 2 * 4096
+        assert wanted < source.stat().st_size / 2
+    verify_backbone_file(pulled.backbone_path, manifest)
+    assert pulled.experts.missing(manifest, ShardSet.from_pairs([(0, 0)])) != []
+
+
+def test_a_manifest_of_another_model_is_refused(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    others = ModelStore(tmp_path / "others")
+    other = others.add(make_qwen3moe(tmp_path / "other.gguf", replace(SHAPE, n_layer=1))).manifest
+    with serving(source) as server, pytest.raises(ModelUnusable, match="not the model of the manifest"):
+        store.pull(server.url(source.name), manifest=other)
+    same_header = others.add(make_qwen3moe(tmp_path / "same.gguf", replace(SHAPE, seed=2))).manifest
+    with serving(source) as server, pytest.raises(ModelUnusable, match="has not the manifest's digest"):
+        store.pull(server.url(source.name), manifest=same_header)
+    assert store.list() == ()
+
+
+def test_pulling_again_fetches_the_header_only(store: ModelStore, source: Path) -> None:
+    with serving(source) as server:
+        first = store.pull(server.url(source.name))
+        asked = len(server.asked)
+        assert store.pull(server.url(source.name)) == first
+        assert len(server.asked) == asked + 2
+        first.backbone_path.unlink()
+        assert store.pull(server.url(source.name)) == first
+    verify_backbone_file(first.backbone_path, first.manifest)
+
+
+def test_nothing_is_left_of_what_did_not_work(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    def refuse(path: Path) -> None:
+        raise ModelUnusable("it is no good")
+
+    def stop(answering: Answering, begin: int, end: int) -> bool:
+        if begin > 100:
+            answering.head(404, {"Content-Length": "0"})
+        return begin > 100
+
+    dense = make_dense(tmp_path / "dense.gguf", SHAPE)
+    with serving(source, dense) as server:
+        url = server.url(source.name)
+        with pytest.raises(ModelUnusable, match=f"{url} cannot be used: it is no good"):
+            store.pull(url, judge=refuse)
+        with pytest.raises(ModelUnusable, match="not a Mixture-of-Experts"):
+            store.pull(server.url(dense.name))
+        server.behaviour = stop
+        with pytest.raises(SourceFailed, match="status 404"):
+            store.pull(url)
+    directory = tmp_path / "models"
+    assert [each.name for each in directory.iterdir()] == [".lock"]
+    (directory / ".partial-killed").mkdir()
+    (directory / ".partial-killed" / "experts").mkdir()
+    store.add(source)
+    assert not (directory / ".partial-killed").exists()
