@@ -254,12 +254,23 @@ class Configuration:
         "none",
         "where the backbone computes all but routed experts: a device's name, auto for a GPU, or none",
     )
+    models_cache_mib: int | None = _key(
+        "models.cache_mib",
+        _integer(1, 1 << 30),
+        None,
+        "MiB on the disk for experts fetched from addresses; unset is as long as there is room",
+    )
     model: str | None = _key(
         "model", _name, None, "the model to run: its name, or the first digits of its digest"
     )
 
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """Where each key's value came from; a key that is missing has its default."""
+
+    @property
+    def models_cache_bytes(self) -> int | None:
+        """`models.cache_mib` in bytes."""
+        return None if self.models_cache_mib is None else self.models_cache_mib << 20
 
     def settings(self) -> tuple[Setting, ...]:
         """Every key with its value and where that came from, in the order of declaration."""

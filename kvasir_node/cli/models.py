@@ -1,8 +1,10 @@
-"""`models`: what this home has, and taking in a file."""
+"""`models`: what this home has of which models, taking them in, fetching their experts, letting them go."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -17,12 +19,19 @@ from kvasir_node.cli.output import (
 )
 from kvasir_node.cli.parameters import NonEmptyPath
 from kvasir_node.cli.session import CommandSession
+from kvasir_node.config import Configuration
+from kvasir_node.home_lock import HomeLock
+from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.model.expert_cache import ExpertCache
+from kvasir_node.model.expert_files import slices_of
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.manifest_file import read_manifest_of_others
-from kvasir_node.model.model_url import ModelUrl
+from kvasir_node.model.model_url import ModelUrl, location_of
 from kvasir_node.model.report import file_report, manifest_report
 from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_proto.errors import UsageError
 from kvasir_proto.limits import as_sentence
+from kvasir_proto.manifest import ShardSet
 
 
 def _mebibytes(count: object) -> str:
@@ -122,6 +131,129 @@ def show_model(session: CommandSession, name: str, destination: Path | None, as_
             ("source", report["source"] + ("" if report["source_exists"] else " (gone)")),
         )
     )
+
+
+@models.command("shard")
+@click.argument("name")
+@click.argument("shard", metavar="SHARD...", nargs=-1, required=True)
+@click.option(
+    "--from",
+    "others",
+    multiple=True,
+    metavar="LOCATION",
+    help="Another file or address to try where the model's own fails; may be given several times.",
+)
+@click.option("--check", is_flag=True, help="Compare what is there with its digests before.")
+@json_option
+@click.pass_obj
+def fetch_shard(
+    session: CommandSession,
+    name: str,
+    shard: tuple[str, ...],
+    others: tuple[str, ...],
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Fetch experts of the model NAME, which came from an address: their ranges and no more.
+
+    SHARD is LAYERS or LAYERS:EXPERTS, each a number or a range such as 0-3; several are added up. A daemon
+    fetches what its plan gives it by itself; this is for fetching ahead. What was begun is gone on with.
+    """
+    cache = _cache_of(session, session.configure())
+    model = ModelStore(session.locations.models).get(name)
+    wanted = _shard_of(model, shard)
+    with progress_on_stderr("fetching", shows_rate=True) as progress:
+        cache.ensure(model, wanted, progress, others=[location_of(each) for each in others], is_damaged=check)
+    report = {
+        "n_experts": len(wanted),
+        "shard_bytes": model.manifest.shard_size_bytes(wanted),
+        "directory": str(model.source_path),
+    }
+    if as_json:
+        print_json({"schema_version": 1, "shard": report})
+        return
+    click.echo(f"{len(wanted)} experts, {_mebibytes(report['shard_bytes'])}, in {model.source_path}")
+
+
+@models.command("verify")
+@click.argument("name")
+@json_option
+@click.pass_obj
+def verify_model(session: CommandSession, name: str, as_json: bool) -> None:
+    """Compare every byte that is here of the model NAME with its digests.
+
+    A damaged backbone file is made again. Fetched experts that are damaged are removed, and fetched again
+    when they are needed. Ends with 7 where the model's own file is damaged.
+    """
+    session.configure()
+    model = ModelStore(session.locations.models).get(name)
+    manifest = model.manifest
+    with progress_on_stderr("backbone") as progress:
+        model.verified_backbone_path(progress)
+    damaged = model.experts.damaged(manifest, manifest.whole_shard())
+    for each in damaged:
+        model.experts.remove(each)
+    if isinstance(model.source, Path):
+        with ExpertSource(model.source, manifest) as source, progress_on_stderr("experts") as progress:
+            slices = slices_of(manifest, manifest.whole_shard())
+            for done, each in enumerate(slices, 1):
+                source.read(each.tensor.name, each.expert)
+                progress(done, len(slices))
+    report = file_report(model) | {"damaged_experts": [str(each) for each in damaged]}
+    if as_json:
+        print_json({"schema_version": 1, "model": report})
+        return
+    for each in damaged:
+        click.echo(f"{each} was damaged and is removed")
+    click.echo(f"{model.name}  {model.digest}  as its manifest says")
+
+
+@models.command("rm")
+@click.argument("name")
+@click.option("--experts", is_flag=True, help="Remove only the experts that were fetched and nobody serves.")
+@click.pass_obj
+def remove_model(session: CommandSession, name: str, experts: bool) -> None:
+    """Remove what this home has of the model NAME: never the user's own file.
+
+    Without --experts no daemon may run in this home.
+    """
+    cache = _cache_of(session, session.configure())
+    store = ModelStore(session.locations.models)
+    model = store.get(name)
+    if experts:
+        click.echo(f"{_mebibytes(cache.remove_unused(model))} of experts removed")
+        return
+    with HomeLock(session.locations.lock_file):
+        store.remove(model)
+    click.echo(f"{model.name} removed")
+
+
+def _cache_of(session: CommandSession, configuration: Configuration) -> ExpertCache:
+    return ExpertCache(session.locations.models, configuration.models_cache_bytes)
+
+
+_SHARD: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6})(?:-(\d{1,6}))?)?", re.ASCII)
+
+
+def _shard_of(model: StoredModel, texts: tuple[str, ...]) -> ShardSet:
+    """The experts that were named; ranges include both ends. Raises `UsageError`."""
+    manifest = model.manifest
+    ranges = []
+    for text in texts:
+        match = _SHARD.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{text!r} is not LAYERS or LAYERS:EXPERTS, such as 3, 0-3 or 0-3:16-31")
+        first, last = int(match[1]), int(match[2] or match[1])
+        begin = int(match[3]) if match[3] else 0
+        end = int(match[4] or match[3]) + 1 if match[3] else manifest.n_expert
+        layers = [each for each in manifest.moe_layers if first <= each <= last]
+        if not layers or last >= manifest.n_layer or not begin < end <= manifest.n_expert:
+            raise UsageError(
+                f"{text} names no experts: layers {manifest.moe_layers[0]} to {manifest.moe_layers[-1]} have "
+                f"some, each 0 to {manifest.n_expert - 1}"
+            )
+        ranges += [(layer, begin, end) for layer in layers]
+    return ShardSet.from_ranges(ranges)
 
 
 def _print_taken(model: StoredModel, as_json: bool) -> None:

@@ -19,6 +19,8 @@ from kvasir_node.model.byte_ranges import LocalFile
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import EXPERT_TENSOR, ManifestTensor, ModelManifest, ShardSet
 
+EXPERTS_DIRECTORY: Final = "experts"
+"""What the directory of a model's fetched experts is called."""
 PARTIAL_SUFFIX: Final = ".partial"
 
 

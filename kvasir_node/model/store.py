@@ -30,7 +30,7 @@ from kvasir_node.model.backbone_file import (
     verify_backbone_file,
     write_backbone_file,
 )
-from kvasir_node.model.expert_files import ExpertFiles
+from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, ExpertFiles
 from kvasir_node.model.gguf_format import GgufFile, GgufTensor
 from kvasir_node.model.gguf_reader import memory_for, read_gguf
 from kvasir_node.model.gguf_split import model_name
@@ -60,7 +60,6 @@ _ENTRY: Final = "entry.json"
 _MANIFEST: Final = "manifest.msgpack"
 _BACKBONE: Final = "backbone.gguf"
 _REFERENCE: Final = "reference.gguf"
-_EXPERTS: Final = "experts"
 _ENTRY_SIZE_BYTES_MAX: Final = 1 << 18
 """It has five numbers for each part of a model: of 1,024 parts about 130,000 bytes."""
 
@@ -89,7 +88,7 @@ class StoredModel:
     @property
     def experts(self) -> ExpertFiles:
         """The experts that were fetched."""
-        return ExpertFiles(self.manifest_path.with_name(_EXPERTS))
+        return ExpertFiles(self.manifest_path.with_name(EXPERTS_DIRECTORY))
 
     @property
     def has_source(self) -> bool:
@@ -260,7 +259,7 @@ class ModelStore:
         _require_space(self._directory, needed, "the backbone file")
         free_bytes = shutil.disk_usage(self._directory).free
         with _staging(self._directory) as staging:
-            experts = ExpertFiles(staging / _EXPERTS)
+            experts = ExpertFiles(staging / EXPERTS_DIRECTORY)
             keep_experts = keep_experts and free_bytes >= needed + experts_bytes + SPARE_BYTES
             with backbone_copy(gguf, staging / _BACKBONE) as trunk_copy:
 
@@ -346,6 +345,12 @@ class ModelStore:
             return None
         model.verified_backbone_path()
         return model
+
+    def remove(self, model: StoredModel) -> None:
+        """Remove all that is here of a model; its file stays where the user has it."""
+        with _locked(self._directory):
+            (model.manifest_path.with_name(_ENTRY)).unlink(missing_ok=True)
+            shutil.rmtree(model.manifest_path.parent)
 
     def _digests(self) -> tuple[str, ...]:
         """The digests that have a directory here, whatever is in it."""

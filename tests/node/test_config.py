@@ -38,6 +38,8 @@ ubatch_tokens = 256
 device = "Vulkan0"
 kernel = "emulated-f16"
 kernel_device = "some card"
+[models]
+cache_mib = 1000
 """
 
 
@@ -67,6 +69,7 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
     assert (configuration.engine_device, configuration.engine_kernel) == ("Vulkan0", "emulated-f16")
     assert configuration.engine_kernel_device == "some card"
+    assert (configuration.models_cache_mib, configuration.models_cache_bytes) == (1000, 1000 << 20)
     assert configuration.model == "demo"
     assert {str(setting.origin) for setting in configuration.settings()} == {f"file {file}"}
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvasir_node.model.model_url import ModelUrl
@@ -28,6 +29,7 @@ class Answering(BaseHTTPRequestHandler):
     """One connection; what a behaviour answers with."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: MisbehavingServer
 
     def do_GET(self) -> None:
@@ -48,14 +50,19 @@ class Answering(BaseHTTPRequestHandler):
             self.part(data, begin, end)
 
     def part(
-        self, data: bytes, begin: int, end: int, send: bytes | None = None, **headers: str | None
+        self,
+        data: bytes,
+        begin: int,
+        end: int,
+        send: bytes | None = None,
+        headers: Mapping[str, str | None] = MappingProxyType({}),
     ) -> None:
         """Status 206 with these bytes, or with `send` in their stead; a header that is None is left out."""
         answer = {
             "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}",
             "Content-Length": str(end - begin),
             "ETag": TAG,
-        } | {name.replace("_", "-"): value for name, value in headers.items()}
+        } | dict(headers)
         self.head(206, answer)
         self.body(data[begin:end] if send is None else send)
 

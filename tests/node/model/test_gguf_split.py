@@ -24,11 +24,15 @@ SHAPE = ModelShape(n_layer=2, tokenizer=True)
 SPLIT = ModelShape(n_layer=2, tokenizer=True, tensors_a_part=7)
 
 
+def part_paths(first: Path) -> tuple[Path, ...]:
+    return tuple(each for each in part_locations(first) if isinstance(each, Path))
+
+
 def test_a_split_model_is_the_model(tmp_path: Path) -> None:
     whole = make_qwen3moe(tmp_path / "whole.gguf", SHAPE)
     first = make_qwen3moe(tmp_path / "model.gguf", SPLIT)
     assert first.name.startswith("model-00001-of-0000")
-    paths = part_locations(first)
+    paths = part_paths(first)
     assert len(paths) > 2
     header, header_whole = read_gguf(first), read_gguf(whole)
     assert header.paths == paths
@@ -59,7 +63,7 @@ def test_a_split_model_is_stored_served_and_mended_like_any_other(tmp_path: Path
     reference = read_gguf(stored.reference_path())
     assert reference.paths == (stored.reference_path(),)
     assert [t.name for t in reference.tensors] == [t.name for t in stored.manifest.tensors]
-    third = part_locations(first)[2]
+    third = part_paths(first)[2]
     data = bytearray(third.read_bytes())
     data[-1] ^= 1
     third.write_bytes(data)

@@ -115,7 +115,8 @@ def lie(**headers: str | None) -> Behaviour:
     def behave(answering: Answering, begin: int, end: int) -> bool:
         if len(answering.server.asked) == 1:
             return False
-        answering.part(DATA, begin, end, **headers)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answering.part(DATA, begin, end, headers=named)
         return True
 
     return behave
@@ -191,7 +192,7 @@ def test_a_server_without_ranges_is_refused_when_it_is_opened() -> None:
 
 def test_a_body_that_is_longer_than_its_range_is_not_read_on() -> None:
     def longer(answering: Answering, begin: int, end: int) -> bool:
-        answering.part(DATA, begin, end, DATA[begin:end] + b"more", Content_Length=str(end - begin + 4))
+        answering.part(DATA, begin, end, DATA[begin:end] + b"more", {"Content-Length": str(end - begin + 4)})
         return True
 
     with serving(model=DATA, behaviour=longer) as server, opened(server) as file:
@@ -204,7 +205,7 @@ def test_a_chunked_body_and_a_range_that_is_given_in_parts_are_taken() -> None:
         end = min(end, begin + 300)  # less than was asked for
         chunks = [DATA[at : min(at + 70, end)] for at in range(begin, end, 70)] + [b""]
         body = b"".join(f"{len(each):x}\r\n".encode() + each + b"\r\n" for each in chunks)
-        answering.part(DATA, begin, end, body, Content_Length=None, Transfer_Encoding="chunked")
+        answering.part(DATA, begin, end, body, {"Content-Length": None, "Transfer-Encoding": "chunked"})
         return True
 
     with serving(model=DATA, behaviour=chunked) as server, opened(server) as file:

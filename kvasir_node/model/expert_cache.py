@@ -1,0 +1,260 @@
+"""The fetched experts of a home, all models' together: what must be there, and what goes when room is needed.
+
+Decides how much they may take, that nothing is fetched that has no room, and which slices are given up for
+others: those used longest ago, never those of a shard that somebody serves. Who serves a shard says so by a
+locked file beside it, which ends with its process however that ends. How slices come is `expert_fetch`'s
+part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvasir_node.model.expert_fetch import ExpertFetch
+from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, PARTIAL_SUFFIX, Slice, partial_of, slices_of
+from kvasir_node.model.model_manifest import Progress
+from kvasir_node.model.model_url import Location
+from kvasir_node.model.store import SPARE_BYTES, StoredModel
+from kvasir_node.small_file import read_small_file
+from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.limits import SHARD_SIZE_MAX
+from kvasir_proto.manifest import ShardSet
+
+_SERVED: Final = "served-"
+"""How the names of files begin that say what is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A slice on the disk, or what there is of one."""
+
+    path: Path
+    used_ns: int
+    size_bytes: int
+
+
+class ExpertCache:
+    """The fetched experts of all models in `directory`: at most `size_bytes_max` bytes, if that is given.
+
+    Several processes may use one; only one fetches experts of a model at a time, the others wait.
+    """
+
+    def __init__(self, directory: Path, size_bytes_max: int | None = None) -> None:
+        self._directory = directory
+        self._size_bytes_max = size_bytes_max
+
+    def ensure(
+        self,
+        model: StoredModel,
+        shard: ShardSet,
+        progress: Progress | None = None,
+        *,
+        others: Sequence[Location] = (),
+        is_damaged: bool = False,
+    ) -> None:
+        """Have every expert of `shard` on the disk: from the model's source, then from `others`.
+
+        Nothing is done for a model whose whole file is here. Where something `is_damaged`, what is there is
+        compared with its digests before. `progress` is told (bytes done, bytes in all), and may raise to end
+        the fetch. Raises `ModelUnusable` when there is no room, with what is needed and what there is, or
+        when no source gives the experts.
+        """
+        if isinstance(model.source, Path):
+            return
+        manifest, files = model.manifest, model.experts
+        directory = model.manifest_path.parent
+        wanted = slices_of(manifest, shard)
+        with _locked(directory / ".fetching"):
+            if is_damaged:
+                for each in files.damaged(manifest, shard):
+                    files.remove(each)
+            missing = [each for each in wanted if not files.has(each)]
+            if missing:
+                self._fetch(model, wanted, missing, progress, others)
+            _touch([files.path_of(each.tensor.name, each.expert) for each in wanted])
+
+    def _fetch(
+        self,
+        model: StoredModel,
+        wanted: Sequence[Slice],
+        missing: Sequence[Slice],
+        progress: Progress | None,
+        others: Sequence[Location],
+    ) -> None:
+        files = model.experts
+        paths = {files.path_of(each.tensor.name, each.expert) for each in missing}
+        _remove_partials(files.directory, paths)
+        total = sum(each.size_bytes for each in missing)
+        have = sum(_size_of(partial_of(path)) for path in paths)
+        self._make_room(model, wanted, total - have)
+        counted = _Counted(progress, have, total)
+        ExpertFetch(model.manifest, files, (model.source, *others), counted.add).fetch(missing)
+
+    def remove_unused(self, model: StoredModel) -> int:
+        """Give up every expert of a model that nobody serves; the bytes that this gave."""
+        served = self._served()
+        gone = 0
+        for each in _stored_in(model.experts.directory):
+            if each.path not in served:
+                each.path.unlink(missing_ok=True)
+                gone += each.size_bytes
+        return gone
+
+    @contextlib.contextmanager
+    def serving(self, model: StoredModel, shard: ShardSet) -> Iterator[None]:
+        """The experts of `shard` are not given up while the block runs."""
+        directory = model.manifest_path.parent
+        try:
+            handle, name = tempfile.mkstemp(prefix=".serving-", dir=directory)
+            with open(handle, "wb", closefd=False) as file:
+                file.write(shard.encode())
+            fcntl.flock(handle, fcntl.LOCK_EX)  # before it has the name that others look for
+            path = Path(name).rename(directory / (_SERVED + Path(name).name.rpartition("-")[2]))
+        except OSError as error:
+            raise ModelUnusable(f"{directory} cannot be written: {error.strerror or error}") from error
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(handle)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _make_room(self, model: StoredModel, wanted: Sequence[Slice], needed_bytes: int) -> None:
+        """Give up what was used longest ago until `needed_bytes` more fit. Raises `ModelUnusable`."""
+        stored = [each for directory in self._expert_directories() for each in _stored_in(directory)]
+        used_bytes = sum(each.size_bytes for each in stored)
+        free_bytes = shutil.disk_usage(self._directory).free - SPARE_BYTES
+        missing_bytes = needed_bytes - free_bytes
+        if self._size_bytes_max is not None:
+            missing_bytes = max(missing_bytes, used_bytes + needed_bytes - self._size_bytes_max)
+        if missing_bytes <= 0:
+            return
+        kept = self._served() | {model.experts.path_of(each.tensor.name, each.expert) for each in wanted}
+        candidates = sorted(
+            (each for each in stored if _whole(each.path) not in kept),
+            key=lambda each: (each.used_ns, str(each.path)),
+        )
+        room_bytes = sum(each.size_bytes for each in candidates)
+        if room_bytes < missing_bytes:
+            have_bytes = max(0, needed_bytes - missing_bytes + room_bytes)
+            limit = "" if self._size_bytes_max is None else f" of the {self._size_bytes_max >> 20} allowed"
+            raise ModelUnusable(
+                f"there is no room for the experts in {self._directory}: they need "
+                f"{_mebibytes_up(needed_bytes)} MiB and {have_bytes >> 20} MiB{limit} can be had"
+            )
+        for each in candidates:
+            if missing_bytes <= 0:
+                break
+            each.path.unlink(missing_ok=True)
+            missing_bytes -= each.size_bytes
+
+    def _served(self) -> set[Path]:
+        """The slices that somebody serves."""
+        served: set[Path] = set()
+        for path in sorted(self._directory.glob(f"*/{_SERVED}*")):
+            shard = _served_by(path)
+            for layer in shard.layers if shard is not None else ():
+                experts = shard.experts_of(layer) if shard is not None else ()
+                for tensor in (path.parent / EXPERTS_DIRECTORY / str(layer)).glob("*"):
+                    served.update(tensor / str(expert) for expert in experts)
+        return served
+
+    def _expert_directories(self) -> list[Path]:
+        return sorted(self._directory.glob(f"*/{EXPERTS_DIRECTORY}"))
+
+
+class _Counted:
+    """Adds up pieces for a `Progress`."""
+
+    def __init__(self, progress: Progress | None, done: int, total: int) -> None:
+        self._progress = progress
+        self._done = done
+        self._total = total
+
+    def add(self, size_bytes: int) -> None:
+        self._done = max(0, self._done + size_bytes)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else fetches experts of the model meanwhile; waits for who does."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise ModelUnusable(f"{path} cannot be written: {error.strerror or error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _served_by(path: Path) -> ShardSet | None:
+    """The shard in a file that says what is served; None, and the file goes, where its process has ended."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        with contextlib.suppress(OSError, RemoteProtocolError):
+            return ShardSet.decode(read_small_file(path, SHARD_SIZE_MAX))
+        return None
+    else:
+        path.unlink(missing_ok=True)
+        return None
+    finally:
+        os.close(handle)
+
+
+def _touch(paths: Iterable[Path]) -> None:
+    """Note on the disk that these are used now, in time that is finer than the disk's own."""
+    now_ns = time.time_ns()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(now_ns, now_ns))
+
+
+def _stored_in(directory: Path) -> list[_Stored]:
+    """Every slice of one model, and what there is of unfinished ones."""
+    stored = []
+    for path in directory.glob("*/*/*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            stored.append(_Stored(path, status.st_mtime_ns, status.st_size))
+    return stored
+
+
+def _remove_partials(directory: Path, wanted: Collection[Path]) -> None:
+    """Remove what there is of slices that nobody wants any more."""
+    for path in directory.glob(f"*/*/*{PARTIAL_SUFFIX}"):
+        if _whole(path) not in wanted:
+            path.unlink(missing_ok=True)
+
+
+def _whole(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(PARTIAL_SUFFIX))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _mebibytes_up(size_bytes: int) -> int:
+    return -(-size_bytes >> 20)
