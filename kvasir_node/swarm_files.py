@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, get_args
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.durable_file import durable_file, remove_leftovers, unwritable
-from kvasir_node.sealed_slot import is_sealed, seal, unseal
+from kvasir_node.sealed_file import is_sealed, seal, unseal
 from kvasir_node.small_file import read_small_file
 from kvasir_proto.admission import Invite, parse_invite
 from kvasir_proto.effects import Slot
@@ -299,7 +299,7 @@ class SwarmFiles:
     def next_generation(self) -> int:
         """A number for the next engine, higher than any before on this home."""
         generation = self._load_generation() + 1
-        self._write(_GENERATION, str(generation).encode())
+        self._write(_GENERATION, seal(_GENERATION, str(generation).encode()))
         return generation
 
     def _load_generation(self) -> int:
@@ -307,6 +307,11 @@ class SwarmFiles:
         if not self._exists(_GENERATION):
             return 0
         text = self._read(_GENERATION)
+        if is_sealed(text):  # else an earlier build's, or damaged, and then no count any more
+            try:
+                text = unseal(_GENERATION, text)
+            except ValueError as error:
+                raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
         if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
             raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
         return int(text)

@@ -118,8 +118,9 @@ class RowAudit:
         self._manifest = manifest
         self._referee = RowReferee(manifest, read)
         self._referee_lock = threading.Lock()
+        self._lock = threading.Lock()
+        """Over the core, claims and counts: the decode thread, examinations and control's thread use them."""
         self._core = AuditCore(draws=random.SystemRandom())
-        self._core_lock = threading.Lock()
         self._on_verdict = on_verdict
         self._claims: dict[NodeId, Claim] = {}
         self._rows_asked: Counter[NodeId] = Counter()
@@ -147,9 +148,9 @@ class RowAudit:
         `rows(place)` is the address of the row that was asked there, `widths` are those of a row and of an
         answer. What is to be looked at is copied; nothing is waited for.
         """
-        with self._core_lock:
+        with self._lock:
             places = self._core.choose(node_id, layer, experts)
-        self._rows_asked[node_id] += len(experts)
+            self._rows_asked[node_id] += len(experts)
         for place in places:
             width_in, width_out = widths
             row = _Row(
@@ -163,13 +164,14 @@ class RowAudit:
             try:
                 self._rows.put_nowait(row)
             except queue.Full:
-                self._rows_dropped += 1
+                with self._lock:
+                    self._rows_dropped += 1
 
     # -- a new connection --------------------------------------------------------------------------
 
     def take_claim(self, node_id: NodeId, claim: Claim) -> None:
         """What this node says of itself from now on."""
-        with self._core_lock:
+        with self._lock:
             self._claims.pop(node_id, None)
             self._claims[node_id] = claim
             while len(self._claims) > NODES_MAX:
@@ -207,8 +209,9 @@ class RowAudit:
             again: list[tuple[int, int]] = []
             for layer, experts in _requests_of(pairs):
                 x, answers = examination.ask(layer, programs[layer], experts, draws)
-                self._rows_asked[holder.node_id] += len(experts)
-                self._rows_examined[holder.node_id] += len(experts)
+                with self._lock:
+                    self._rows_asked[holder.node_id] += len(experts)
+                    self._rows_examined[holder.node_id] += len(experts)
                 for expert in sorted(set(experts.tolist())):
                     mine = experts == expert
                     if time.thread_time() > ends_at or time.monotonic() > latest:
@@ -241,21 +244,22 @@ class RowAudit:
 
     def verdict_of(self, node_id: NodeId) -> Verdict | None:
         """What was found of this node; None where nothing was."""
-        with self._core_lock:
+        with self._lock:
             standing = self._core.standing_of(node_id)
         return standing.verdict if standing is not None else None
 
     def rows_examined(self) -> dict[NodeId, int]:
         """Rows that were asked of each node in examinations alone."""
-        return dict(self._rows_examined)
+        with self._lock:
+            return dict(self._rows_examined)
 
     def statistics(self) -> dict[str, Any]:
         """What the audit has seen, for status: of every node that it knows."""
-        with self._core_lock:
-            standings = self._core.standings()
+        with self._lock:
+            standings, n_dropped = self._core.standings(), self._rows_dropped
         return {
             "rows_waiting": self._rows.qsize(),
-            "rows_dropped": self._rows_dropped,
+            "rows_dropped": n_dropped,
             "nodes": [
                 {
                     "node": each.node_id,
@@ -298,7 +302,7 @@ class RowAudit:
 
     def _share_for(self, node_id: NodeId) -> float:
         """How busy this thread may be while it looks at rows of this node."""
-        with self._core_lock:
+        with self._lock:
             standing = self._core.standing_of(node_id)
         if standing is None or standing.verdict is not None:
             return BUSY_SHARE
@@ -314,16 +318,17 @@ class RowAudit:
         x: Float32Array,
         answers: Float32Array,
     ) -> tuple[Finding, ...]:
-        form = self._claims.get(node_id, Claim()).form
+        with self._lock:
+            form = self._claims.get(node_id, Claim()).form
         with self._referee_lock:
             if self._is_closing.is_set():
                 return ()
             found = self._referee.judge(node_id, layer, program, expert, x, answers, form)
-        with self._core_lock:
+        with self._lock:
             self._core.command(NoteFindings(found), _NEVER)
-            verdicts = self._core.drain()
+            verdicts, n_asked = self._core.drain(), self._rows_asked[node_id]
         for verdict in verdicts:
-            self._on_verdict(verdict, self._rows_asked[node_id])
+            self._on_verdict(verdict, n_asked)
         return found
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -49,9 +50,9 @@ PROGRAMS = {0: expert_program()}
 class Audited:
     """An audit and what it said."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[RowAudit] = RowAudit) -> None:
         self.verdicts: list[tuple[Verdict, int]] = []
-        self.audit = RowAudit(
+        self.audit = kind(
             EXPERTS.manifest, EXPERTS.read, lambda verdict, n_asked: self.verdicts.append((verdict, n_asked))
         )
 
@@ -250,6 +251,70 @@ def test_a_failure_of_the_referee_ends_nothing(audited: Audited, monkeypatch: py
     audited.show(kernel, 64)
     audited.wait(3)
     kernel.close()
+
+
+class OwnedLock:
+    """A lock that knows whose it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.owner: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self.owner = None
+        self._lock.release()
+
+
+OF_ANY_THREAD = {
+    "_manifest",
+    "_on_verdict",
+    "_referee",
+    "_referee_lock",
+    "_lock",
+    "_rows",
+    "_is_closing",
+    "_thread",
+}
+"""What never changes, or is made for several threads. The referee has a lock of its own."""
+
+
+class WatchedAudit(RowAudit):
+    """Notes who touches anything else without the lock."""
+
+    touched: ClassVar[list[str]] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, OwnedLock() if name == "_lock" else value)
+
+    def __getattribute__(self, name: str) -> Any:
+        values = object.__getattribute__(self, "__dict__")
+        if name in values and name not in OF_ANY_THREAD and values["_lock"].owner != threading.get_ident():
+            self.touched.append(f"{name} in {threading.current_thread().name}")
+        return object.__getattribute__(self, name)
+
+
+def test_what_several_threads_use_is_used_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that count at once lose counts, however seldom."""
+    monkeypatch.setattr(row_audit, "BUSY_SHARE_AT_FIRST", 1.0)
+    monkeypatch.setattr(row_audit, "ROWS_WAITING_MAX", 2)
+    monkeypatch.setattr(row_audit, "NODES_MAX", 1)
+    audited = Audited(WatchedAudit)
+    audited.audit.take_claim(NODE, Claim(certificate=b"first"))
+    audited.audit.take_claim(node_id_of(b"\2" * 32), Claim())
+    kernel = EXPERTS.load(liar("zeros"))
+    for _ in range(3):
+        audited.show(kernel, 64)
+    audited.wait(2)
+    assert examined(audited.audit, EXPERTS.load(liar("zeros"))) is not None
+    assert audited.audit.rows_examined()
+    assert audited.audit.statistics()["rows_dropped"]
+    audited.audit.close()
+    kernel.close()
+    assert WatchedAudit.touched == []
 
 
 def test_it_is_idle_most_of_the_time_when_there_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
