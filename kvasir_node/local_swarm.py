@@ -66,7 +66,7 @@ _HOST: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a swarm and the reference beside it have in common."""
+    """What a swarm and the reference beside it have in common; `audit` is the swarm's alone."""
 
     n_ctx: int = 1024
     n_ubatch: int = 256
@@ -75,6 +75,7 @@ class RunSettings:
     compact_activations: bool = False
     partial_sums: bool = False
     device: str = "none"
+    audit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,7 @@ async def _load_trunk(
         compact_activations=settings.compact_activations,
         partial_sums=settings.partial_sums,
         coverage_patience_ns=0,
+        audit_path=str(model.source_path) if hooked and settings.audit else None,
         device=settings.device,
         rpc=rpc,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvasir_node.certification.certify import expert_program
 from kvasir_node.certification.crafted_weights import random_rows
-from kvasir_node.certification.row_referee import RowReferee
+from kvasir_node.certification.row_referee import Float32Array, RowReferee
 from kvasir_node.certification.synthetic_model import ExpertShape, MakeKernel, Read, SyntheticExperts, compute
 from kvasir_node.kernels.accumulators import F32, Accumulator
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS
@@ -19,7 +19,9 @@ from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.host_builds import built_hosts
 from kvasir_node.kernels.liars import Lie, LyingKernel
 from kvasir_node.kernels.opencl import OpenClKernel
+from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
+from kvasir_node.native_library import load
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.errors import ConfigurationInvalid, EngineFailed
 from kvasir_proto.ids import NodeId, node_id_of
@@ -115,3 +117,21 @@ def record(
 
 def liar(lie: Lie) -> MakeKernel:
     return lambda manifest, shard, read: LyingKernel(lie, manifest, shard, read, 1)
+
+
+def sum_of(kernel: ExpertKernel, x: Float32Array, pairs: Sequence[tuple[int, float]]) -> Float32Array:
+    """What a holder says of one row [n_embd] that is asked of these experts, as the worker adds it up."""
+    n_pair = len(pairs)
+    index = kernel.add_program(expert_program())
+    row_of_pair = np.zeros(n_pair, np.int32)
+    experts = np.array([expert for expert, _ in pairs], np.int32)
+    weights = np.array([weight for _, weight in pairs], np.float32)
+    rows, total = np.empty((n_pair, len(x)), np.float32), np.empty(len(x), np.float32)
+    addresses = (x.ctypes.data, row_of_pair.ctypes.data, experts.ctypes.data, rows.ctypes.data)
+    kernel.compute(0, index, 1, n_pair, *addresses)
+    fault = load().weighted_sums(
+        *(rows.ctypes.data, row_of_pair.ctypes.data, weights.ctypes.data, n_pair, 1, len(x)),
+        total.ctypes.data,
+    )
+    assert fault < 0
+    return total

@@ -60,7 +60,7 @@ from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.program import ExpertProgram
 
 if TYPE_CHECKING:  # the audit costs memory: who is audited imports it
-    from kvasir_node.backbone.row_audit import RowAudit
+    from kvasir_node.backbone.row_audit import Asked, RowAudit
 
 log = get_logger()
 
@@ -233,7 +233,7 @@ class Dispatcher:
     ) -> None:
         """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
 
-        With an ``audit`` it is shown each node's rows, when they have been used; not sums.
+        With an ``audit`` it is shown each node's rows or sums, when they have been used.
 
         With ``compact_activations`` rows travel to holders in the smallest wire type that changes no result.
         ``on_holder_lost`` gets a node id, a code of one word and a sentence, ``on_answers_timed`` a node id
@@ -867,22 +867,35 @@ class Dispatcher:
             self._suspect(index, bad, bad_pairs, request.pairs)
         else:
             self._convict(request.pairs)
-            if self._audit is not None and self._answer is Answer.ROWS:
+            if self._audit is not None:
                 self._show(self._audit, holder, request.pairs)
 
     def _show(self, audit: RowAudit, holder: RemoteHolder, pairs: PairIndices) -> None:
         """Let the audit have a look at the rows that have just been taken."""
         call = self._call
         program = self._programs[call.program_index]
-        asked = pairs.tolist()
-        ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)
-        per_row = 1 if program.input_per_slot else call.n_slots
+        n_slots, are_summed = call.n_slots, self._answer is Answer.SUMS
+        per_row = 1 if program.input_per_slot else n_slots
+        ids = _ids_at(call.ids_address, call.n_tokens * n_slots)
+        experts: list[int] = ids[pairs].tolist()
+
+        def asked(place: int) -> Asked:
+            pair = int(pairs[place])
+            x_address = call.x_address + 4 * call.n_embd_in * (pair // per_row)
+            if not are_summed:
+                return x_address, place, ()
+            tokens = pairs // n_slots  # ascending; each has a sum
+            weights = _floats_at(call.weights_address, call.n_tokens * n_slots)
+            mine = np.flatnonzero(tokens == tokens[place]).tolist()
+            of_sum = tuple((experts[each], float(weights[pairs[each]])) for each in mine)
+            return x_address, int(np.count_nonzero(np.diff(tokens[: place + 1]))), of_sum
+
         audit.note_rows(
             holder.node_id,
             call.layer,
             program,
-            ids[pairs].tolist(),
-            lambda place: call.x_address + 4 * call.n_embd_in * (asked[place] // per_row),
+            experts,
+            asked,
             holder.payload_address,
             (call.n_embd_in, call.n_embd_out),
         )
@@ -911,8 +924,7 @@ class Dispatcher:
             if not np.isfinite(x).all():
                 raise EngineFailed(f"the trunk's own activations in layer {call.layer} are not finite")
         if self._answer is Answer.SUMS:
-            n_pairs = call.n_tokens * call.n_slots
-            weights = np.ctypeslib.as_array((ctypes.c_float * n_pairs).from_address(call.weights_address))
+            weights = _floats_at(call.weights_address, call.n_tokens * call.n_slots)
             if not np.isfinite(weights[sorted(pairs)]).all():
                 raise EngineFailed(f"the router's weights in layer {call.layer} are not finite")
         again = [min(common) for each in self._suspects.values() if (common := pairs & each.bad)]
@@ -986,6 +998,10 @@ class Dispatcher:
 
 def _ids_at(address: int, count: int) -> npt.NDArray[np.int32]:
     return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address))
+
+
+def _floats_at(address: int, count: int) -> npt.NDArray[np.float32]:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
 def _close(holder: RemoteHolder | LocalHolder) -> None:

@@ -19,7 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +47,13 @@ Float32Array = npt.NDArray[np.float32]
 
 ROWS_WAITING_MAX: Final = 256
 """Copied rows that wait to be looked at: a few MB. One more is dropped, and counted."""
-BUSY_SHARE: Final = 0.02
-"""Of one processor, as long as there is nothing new to look at."""
+BUSY_SHARE: Final = 0.015
+"""Of the processor time of this engine, and of one processor, as long as there is nothing new to look at."""
 BUSY_SHARE_AT_FIRST: Final = 0.25
-"""Of one processor while a node's first rows are looked at, and where one was found that nothing explains."""
+"""The same while a node's first rows are looked at, and where one was found that nothing explains."""
+_IDLE_SHARE: Final = 0.1
+"""Of one processor: an engine that uses less waits for others, and nothing is taken from its tokens."""
+_LOOK_AGAIN_S: Final = 0.02
 FIRST_ROWS: Final = 64
 
 EXAMINED_ROWS_MAX: Final = 512
@@ -91,14 +95,21 @@ class Claim:
         return self.adds_in_f32 and (not self.activation or self.form is not None)
 
 
+Asked: TypeAlias = tuple[int, int, tuple[tuple[int, float], ...]]
+"""Where a row that was asked lies, and which of the answers is to it; of a sum, the experts and weights that
+it is to have, none of a row.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row that was asked of a node, and its answer."""
+    """A row that was asked of a node, and its answer; `pairs` as in `Asked`."""
 
     node_id: NodeId
     layer: int
     program: ExpertProgram
     expert: int
+    pairs: tuple[tuple[int, float], ...]
     x: Float32Array
     answer: Float32Array
 
@@ -139,33 +150,32 @@ class RowAudit:
         layer: int,
         program: ExpertProgram,
         experts: Sequence[int],
-        rows: Callable[[int], int],
+        asked: Callable[[int], Asked],
         answers_address: int,
         widths: tuple[int, int],
     ) -> None:
-        """A node has answered: `experts` says whose row each of its F32 answers is.
+        """A node has answered: `experts` says whose row each of its F32 answers is, or has a part in a sum.
 
-        `rows(place)` is the address of the row that was asked there, `widths` are those of a row and of an
-        answer. What is to be looked at is copied; nothing is waited for.
+        `asked(place)` tells of each of them, `widths` are those of a row and of an answer. What is to be
+        looked at is copied; nothing is waited for.
         """
         with self._lock:
             places = self._core.choose(node_id, layer, experts)
             self._rows_asked[node_id] += len(experts)
-        for place in places:
-            width_in, width_out = widths
-            row = _Row(
-                node_id,
-                layer,
-                program,
-                experts[place],
-                _copied(rows(place), width_in),
-                _copied(answers_address + 4 * width_out * place, width_out),
-            )
-            try:
-                self._rows.put_nowait(row)
-            except queue.Full:
+        width_in, width_out = widths
+        seen: set[int] = set()
+        for number, place in enumerate(places):
+            if self._rows.full():
                 with self._lock:
-                    self._rows_dropped += 1
+                    self._rows_dropped += len(places) - number
+                return
+            address, index, pairs = asked(place)
+            if index in seen:
+                continue  # a sum in which two rows were chosen
+            seen.add(index)
+            x = _copied(address, width_in)
+            answer = _copied(answers_address + 4 * width_out * index, width_out)
+            self._look_later(_Row(node_id, layer, program, experts[place], pairs, x, answer))
 
     # -- a new connection --------------------------------------------------------------------------
 
@@ -216,14 +226,12 @@ class RowAudit:
                     mine = experts == expert
                     if time.thread_time() > ends_at or time.monotonic() > latest:
                         for place in np.flatnonzero(mine).tolist():
-                            self._look_later(
-                                _Row(holder.node_id, layer, programs[layer], expert, x[place], answers[place])
-                            )
+                            row = (x[place], answers[place])
+                            self._look_later(_Row(holder.node_id, layer, programs[layer], expert, (), *row))
                         n_later += int(mine.sum())
                         continue
-                    found = self._judge(
-                        holder.node_id, layer, programs[layer], expert, x[mine], answers[mine]
-                    )
+                    what = (holder.node_id, layer, programs[layer], expert, x[mine], answers[mine])
+                    found = self._judge(holder.node_id, partial(self._referee.judge, *what))
                     if any(each.outcome == "foreign" for each in found):
                         again.append((layer, expert))
             pairs = [pair for pair in again[: EXAMINED_ROWS_MAX // _ROWS_AGAIN] for _ in range(_ROWS_AGAIN)]
@@ -238,7 +246,8 @@ class RowAudit:
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self._rows_dropped += 1
+            with self._lock:
+                self._rows_dropped += 1
 
     # -- what is going on --------------------------------------------------------------------------
 
@@ -294,11 +303,25 @@ class RowAudit:
                 return
             began = time.thread_time()
             try:
-                self._judge(row.node_id, row.layer, row.program, row.expert, row.x[None], row.answer[None])
+                self._look_at(row)
             except Exception:
                 log.exception("audit_failed")  # the thread goes on: others' rows are to be looked at
             busy = time.thread_time() - began
-            self._is_closing.wait(busy * (1 / self._share_for(row.node_id) - 1))
+            self._rest(busy * (1 / self._share_for(row.node_id) - 1))
+
+    def _rest(self, seconds: float) -> None:
+        """Until so much time has gone by, and the other threads have had as much of a processor.
+
+        Of time alone a machine with more to do than it can would give this thread a larger part than them.
+        Threads that wait for others' answers, or have nothing to do, are not waited for.
+        """
+        began, used_before = time.monotonic(), _used_by_others()
+        wait = seconds
+        while not self._is_closing.wait(wait):
+            used = _used_by_others() - used_before
+            if used >= seconds or used < _IDLE_SHARE * (time.monotonic() - began):
+                return
+            wait = max(seconds - used, _LOOK_AGAIN_S)
 
     def _share_for(self, node_id: NodeId) -> float:
         """How busy this thread may be while it looks at rows of this node."""
@@ -309,27 +332,35 @@ class RowAudit:
         is_new = standing.n_rows < FIRST_ROWS or standing.evidence > 1
         return BUSY_SHARE_AT_FIRST if is_new else BUSY_SHARE
 
+    def _look_at(self, row: _Row) -> None:
+        what = (row.node_id, row.layer, row.program, row.expert)
+        if row.pairs:
+            judge_sum = self._referee.judge_sum
+            self._judge(row.node_id, lambda form: (judge_sum(*what, row.pairs, row.x, row.answer, form),))
+        else:
+            self._judge(row.node_id, partial(self._referee.judge, *what, row.x[None], row.answer[None]))
+
     def _judge(
-        self,
-        node_id: NodeId,
-        layer: int,
-        program: ExpertProgram,
-        expert: int,
-        x: Float32Array,
-        answers: Float32Array,
+        self, node_id: NodeId, judge: Callable[[str | None], tuple[Finding, ...]]
     ) -> tuple[Finding, ...]:
+        """Have the referee judge answers in the form that their node claims, and take in what it finds."""
         with self._lock:
             form = self._claims.get(node_id, Claim()).form
         with self._referee_lock:
             if self._is_closing.is_set():
                 return ()
-            found = self._referee.judge(node_id, layer, program, expert, x, answers, form)
+            found = judge(form)
         with self._lock:
             self._core.command(NoteFindings(found), _NEVER)
             verdicts, n_asked = self._core.drain(), self._rows_asked[node_id]
         for verdict in verdicts:
             self._on_verdict(verdict, n_asked)
         return found
+
+
+def _used_by_others() -> float:
+    """Seconds of processors that the other threads of this process have used."""
+    return time.process_time() - time.thread_time()
 
 
 def _requests_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:

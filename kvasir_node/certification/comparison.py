@@ -113,25 +113,26 @@ def count_flips(
         residual = row - right
         if np.linalg.norm(residual) <= limit:
             same += 1
-        elif np.isfinite(residual).all() and _is_of_flips(residual, limit, inner, activation, down):
+        elif is_of_flips(residual, limit, possible_flips(inner, activation, down)):
             flipped += 1
         else:
             foreign += 1
     return FlipCount(activation, same, flipped, foreign, n_ff)
 
 
-def _is_of_flips(
-    residual: Float64Array, limit: float, hidden: Float32Array, activation: str, down: Float64Array
-) -> bool:
+def is_of_flips(residual: Float64Array, limit: float, directions: Float64Array) -> bool:
     """Whether a residual is, up to `limit`, a sum of flips that could have happened, each up or down."""
-    directions = _possible_flips(hidden, activation, down)
+    if not np.isfinite(residual).all():
+        return False
     factors = np.linalg.lstsq(directions, residual, rcond=None)[0]
     whole = np.clip(np.rint(factors), -1, 1)
     return bool(np.linalg.norm(residual - directions @ whole) <= limit)
 
 
-def _possible_flips(hidden: Float32Array, activation: str, down: Float64Array) -> Float64Array:
-    """What each flip that could happen would add to the output, up to its sign: [n_embd, flips]."""
+def possible_flips(hidden: Float32Array, activation: str, down: Float64Array) -> Float64Array:
+    """What each flip of a `hidden` row [n_ff] that could happen would add to the output, up to its sign:
+    [n_embd, flips]. `activation` and `down` as in `count_flips`.
+    """
     # Sums in another order move a value by so much of its own size, and where terms cancel of the others'.
     rms = math.sqrt(float(np.mean(hidden.astype(np.float64) ** 2)))
     errors = row_gate(*down.shape) * (np.abs(hidden) + rms)

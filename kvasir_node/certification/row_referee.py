@@ -1,4 +1,4 @@
-"""The referee: one row computed again from the model's own bytes, and what a node's answer differs by.
+"""The referee: a row, or a sum of some, computed again from the model's bytes; what an answer differs by.
 
 Decides what an audit sees of a row. It computes in the arithmetic that the node claims, with sums as exact as
 F64 can have them, so that it stands for no kernel, and explains a difference by hidden values that were
@@ -8,17 +8,19 @@ findings up, because that sees no rows. It refuses to know where rows come from.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.certification.comparison import Float64Array, count_flips
+from kvasir_node.certification.comparison import Float64Array, is_of_flips, possible_flips
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS, processors_of
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.audit.finding import Finding, outcome_of
@@ -55,31 +57,66 @@ class _Right:
     is_last: bool
     can_flip: bool
 
+
+class _RightSum:
+    """The right sum of some experts' rows times weights; a row alone is such a sum, with a weight of 1.
+
+    A distance is told in units of what was added up, not of what is left where that cancels: an honest
+    kernel's error does not cancel with it.
+    """
+
+    def __init__(self, parts: Sequence[tuple[_Right, float]], index: int = 0) -> None:
+        self._parts = parts
+        self._index = index
+        rows = [(part.rows[index].astype(np.float64), weight) for part, weight in parts]
+        with np.errstate(all="ignore"):  # what is not finite is said of it
+            self.values: Float64Array = np.sum([weight * row for row, weight in rows], axis=0)
+            self._size = sum(abs(weight) * float(np.linalg.norm(row)) for row, weight in rows)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether anybody can be held to it."""
+        return math.isfinite(self._size) and self._size > 0 and bool(np.isfinite(self.values).all())
+
     @property
     def gate(self) -> float:
-        """The largest relative L2 of a row in which nothing flipped."""
-        return row_gate(self.rows.shape[1], self.hidden.shape[1])
+        """The largest distance at which nothing flipped."""
+        return max(row_gate(len(self.values), part.hidden.shape[1]) for part, _ in self._parts)
 
     @property
     def flip_chance(self) -> float:
-        """How often an honest kernel may have a flip."""
-        return flip_chance(self.activation, self.hidden.shape[1]) if self.can_flip else 0.0
+        """How often an honest kernel may have a flip in one of the rows."""
+        none = 1.0
+        for part, _ in self._parts:
+            if part.can_flip:
+                none *= 1 - flip_chance(part.activation, part.hidden.shape[1])
+        return 1 - none
 
-    def judge(self, index: int, answer: Float32Array) -> tuple[float, float, bool]:
-        """An answer's relative L2 and slope, and whether flips explain what is over the gate."""
-        residual, slope = _distance(answer, self.rows[index])
-        return residual, slope, residual > self.gate and self.explains(index, answer, residual)
+    def judge(self, answer: Float32Array) -> tuple[float, float, bool]:
+        """An answer's distance and slope, and whether flips explain what is over the gate."""
+        found: Float64Array = answer.astype(np.float64)
+        difference = found - self.values
+        residual = float(np.linalg.norm(difference)) / self._size
+        length = float(np.linalg.norm(self.values))
+        slope = 1 + float(difference @ self.values) / (length * self._size) if length else 1.0
+        return residual, slope, residual > self.gate and self._explains(difference, residual)
 
-    def explains(self, index: int, answer: Float32Array, residual: float) -> bool:
+    def _explains(self, difference: Float64Array, residual: float) -> bool:
         """Whether flips that could have happened account for what an answer differs by."""
-        if not self.can_flip or not has_flips(self.activation):
+        flipping = [
+            (part, weight) for part, weight in self._parts if part.can_flip and has_flips(part.activation)
+        ]
+        if not flipping:
             return False
-        right, hidden = self.rows[index], self.hidden[index]
-        if not self.is_last:
-            one = EquivalenceClass(self.activation, "F32")
-            gate = gate_of(one, one, len(right), len(hidden))
+        if not all(part.is_last for part, _ in flipping):
+            one = EquivalenceClass(flipping[0][0].activation, "F32")
+            gate = gate_of(one, one, len(self.values), flipping[0][0].hidden.shape[1])
             return gate is not None and residual <= _FLIPPED_POOLS_MAX * gate
-        return not count_flips(answer[None], right[None], hidden[None], self.activation, self.down()).foreign
+        directions = [
+            weight * possible_flips(part.hidden[self._index], part.activation, part.down())
+            for part, weight in flipping
+        ]
+        return is_of_flips(difference, self.gate * self._size, np.concatenate(directions, axis=1))
 
 
 class RowReferee:
@@ -108,59 +145,84 @@ class RowReferee:
         the reference class does. Answers of another shape are of no row. An answer that ggml gives on another
         kind of processor is as good as the usual one.
         """
-        processors = self._processors(layer, activation)
-        rights: list[_Right] = []  # by processor, and no more than some row needed
+        pairs = ((expert, 1.0),)
+        rights: dict[str, _Right] = {}
 
-        def right_on(number: int) -> _Right:
-            while len(rights) <= number:
-                processor = processors[len(rights)]
-                rights.append(self._compute(layer, program, expert, x, activation, processor))
-            return rights[number]
+        def right_on(index: int, processor: str) -> _RightSum:
+            if processor not in rights:  # no more than some row needs
+                rights[processor] = self._compute(layer, program, expert, x, activation, processor)
+            return _RightSum([(rights[processor], 1.0)], index)
 
-        right: _Right | None
-        try:
-            right = right_on(0)
-        except (KvasirError, ProtocolError, KeyError):
-            right = None  # a model or program that the referee cannot compute says nothing of a node
-        findings = []
-        for index, row in enumerate(x):
-            answer = answers[index] if answers.ndim == 2 and index < len(answers) else np.zeros(0, np.float32)
-            key = layer.to_bytes(4, "big") + expert.to_bytes(4, "big") + row.tobytes()
-            residual = slope = math.inf
-            is_sound = is_whole = is_explained = False
-            if right is not None:
-                expected = right.rows[index]
-                is_sound = bool(np.isfinite(expected).all() and np.isfinite(row).all() and expected.any())
-                is_whole = answer.shape == expected.shape and bool(np.isfinite(answer).all())
-                if is_sound and is_whole:
-                    residual, slope, is_explained = right.judge(index, answer)
-                    for number in range(1, len(processors)):
-                        if residual <= right.gate or is_explained:
-                            break
-                        other = right_on(number).judge(index, answer)
-                        if other[0] <= right.gate or other[2]:
-                            residual, slope, is_explained = other
-            outcome = outcome_of(
-                residual,
-                right.gate if right is not None else 0.0,
-                is_referee_sound=is_sound,
-                is_answer_whole=is_whole,
-                is_explained=is_explained,
+        return tuple(
+            self._judge(
+                *(node_id, layer, expert, pairs, row, activation),
+                answers[index] if answers.ndim == 2 and index < len(answers) else np.zeros(0, np.float32),
+                partial(right_on, index),
             )
-            findings.append(
-                Finding(
-                    node_id,
-                    layer,
-                    expert,
-                    hashlib.sha256(key).digest(),
-                    outcome,
-                    residual,
-                    right.gate if right is not None else 0.0,
-                    slope,
-                    right.flip_chance if right is not None else 0.0,
-                )
+            for index, row in enumerate(x)
+        )
+
+    def judge_sum(
+        self,
+        node_id: NodeId,
+        layer: int,
+        program: ExpertProgram,
+        expert: int,
+        pairs: Sequence[tuple[int, float]],
+        x: Float32Array,
+        answer: Float32Array,
+        activation: str | None = None,
+    ) -> Finding:
+        """What a node's `answer` [width out] is, which is to be the sum over `pairs`, experts and weights, of
+        the rows for `x` [width in]; `expert` is the one of them for whose sake it is looked at.
+        """
+
+        def right_on(processor: str) -> _RightSum:
+            compute = partial(self._compute, layer, program)
+            return _RightSum(
+                [(compute(each, x[None], activation, processor), weight) for each, weight in pairs]
             )
-        return tuple(findings)
+
+        return self._judge(node_id, layer, expert, pairs, x, activation, answer, right_on)
+
+    def _judge(
+        self,
+        node_id: NodeId,
+        layer: int,
+        expert: int,
+        pairs: Sequence[tuple[int, float]],
+        x: Float32Array,
+        activation: str | None,
+        answer: Float32Array,
+        right_on: Callable[[str], _RightSum],
+    ) -> Finding:
+        """Of one row or sum; `right_on(processor)` is what it has to be there."""
+        residual = slope = math.inf
+        gate = chance = 0.0
+        is_sound = is_whole = is_explained = False
+        # A model or program that the referee cannot compute says nothing of a node.
+        with contextlib.suppress(KvasirError, ProtocolError, KeyError):
+            for processor in self._processors(layer, activation):
+                right = right_on(processor)
+                if not is_sound:
+                    is_sound = right.is_sound and bool(np.isfinite(x).all())
+                    is_whole = answer.shape == right.values.shape and bool(np.isfinite(answer).all())
+                    gate, chance = right.gate, right.flip_chance
+                    if not (is_sound and is_whole):
+                        break
+                    residual, slope, is_explained = right.judge(answer)
+                elif (other := right.judge(answer))[0] <= gate or other[2]:
+                    residual, slope, is_explained = other
+                if residual <= gate or is_explained:
+                    break
+        outcome = outcome_of(
+            residual, gate, is_referee_sound=is_sound, is_answer_whole=is_whole, is_explained=is_explained
+        )
+        asked = hashlib.sha256(layer.to_bytes(4, "big"))
+        for number, weight in pairs:
+            asked.update(number.to_bytes(4, "big") + np.float32(weight).tobytes())
+        asked.update(x.tobytes())
+        return Finding(node_id, layer, expert, asked.digest(), outcome, residual, gate, slope, chance)
 
     def close(self) -> None:
         """Let go of all experts."""
@@ -221,11 +283,3 @@ def _run(
     index = kernel.add_program(program)
     rows, experts = np.arange(len(x), dtype=np.int32), np.full(len(x), expert, np.int32)
     return np.asarray(kernel.compute_rows(layer, index, x, rows, experts), np.float32)
-
-
-def _distance(answer: Float32Array, right: Float32Array) -> tuple[float, float]:
-    """Relative L2, and the factor that brings `right` nearest to `answer`."""
-    found: Float64Array = answer.astype(np.float64)
-    expected: Float64Array = right.astype(np.float64)
-    size = float(expected @ expected)
-    return math.sqrt(float((found - expected) @ (found - expected)) / size), float(found @ expected) / size

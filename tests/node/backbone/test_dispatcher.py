@@ -22,6 +22,7 @@ from kvasir_node.backbone import holder as holder_module
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder
 from kvasir_node.backbone.hook import DecodeAborted
+from kvasir_node.backbone.row_audit import Asked
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import DispatchHeader, FrameKind, PlainHeader, ReplyCode
@@ -38,6 +39,8 @@ from tests.node.toy_experts import (
     PROGRAM,
     ToyCall,
     ToyKernel,
+    add_up,
+    compute_rows,
     shard_of,
     toy_manifest,
 )
@@ -115,6 +118,7 @@ class NotedRows:
 
     def __init__(self) -> None:
         self.seen: list[tuple[NodeId, int, int, list[float], list[float]]] = []
+        self.of_sums: list[tuple[tuple[int, float], ...]] = []
 
     def note_rows(
         self,
@@ -122,15 +126,17 @@ class NotedRows:
         layer: int,
         program: object,
         experts: list[int],
-        rows: Callable[[int], int],
+        asked: Callable[[int], Asked],
         answers_address: int,
         widths: tuple[int, int],
     ) -> None:
         width_in, width_out = widths
         for place, expert in enumerate(experts):
-            x = (ctypes.c_float * width_in).from_address(rows(place))
-            answer = (ctypes.c_float * width_out).from_address(answers_address + 4 * width_out * place)
+            x_address, index, pairs = asked(place)
+            x = (ctypes.c_float * width_in).from_address(x_address)
+            answer = (ctypes.c_float * width_out).from_address(answers_address + 4 * width_out * index)
             self.seen.append((node_id, layer, expert, list(x), list(answer)))
+            self.of_sums.append(pairs)
 
 
 def test_the_audit_sees_every_row_that_a_worker_gave_and_what_was_asked() -> None:
@@ -147,6 +153,28 @@ def test_the_audit_sees_every_row_that_a_worker_gave_and_what_was_asked() -> Non
     assert {node for node, *_ in noted.seen} == {good.node_id}, "rows that were not used are not looked at"
     answers = sorted(answer for *_, answer in noted.seen)
     assert answers == sorted(call.out.reshape(-1, 4).tolist())
+    assert set(noted.of_sums) == {()}
+    swarm.close()
+
+
+def test_the_audit_is_told_what_every_sum_is_of() -> None:
+    """Whoever holds which part: the sum of what it is told, computed again, is what the holder said."""
+    swarm = Swarm()
+    noted = NotedRows()
+    swarm.dispatcher._audit = cast("Any", noted)
+    swarm.add(LOW, LOW)
+    swarm.add(HIGH, HIGH)
+    call = sums_call([[0, 3, 1], [4, 5, 3], [2, 1, 0], [5, 0, 2]], weights=[[0.5, 2.0, 4.0]] * 4)
+    swarm.dispatcher(call)
+    assert call.is_right
+    assert sorted(expert for _, _, expert, _, _ in noted.seen) == sorted(call.ids.reshape(-1).tolist())
+    for (_, layer, expert, x, answer), pairs in zip(noted.seen, noted.of_sums, strict=True):
+        experts = np.array([each for each, _ in pairs], np.int32)
+        assert expert in experts
+        weights = np.array([weight for _, weight in pairs], np.float32)
+        of_row = np.zeros(len(pairs), np.int32)
+        rows = compute_rows(layer, np.array([x], np.float32), of_row, experts)
+        assert add_up(rows, of_row, weights).tolist() == [answer]
     swarm.close()
 
 
@@ -935,8 +963,14 @@ WEIGHTS = [[0.5, 2.0], [0.25, 1.0], [4.0, 0.125], [1.0, 0.5]]
 """Powers of two: toy sums are exact whoever adds up what."""
 
 
-def sums_call(ids: list[list[int]] = IDS, layer: int = LAYERS[0], width: int = 4) -> ToyCall:
-    return ToyCall(ids, layer, width, [WEIGHTS[index % len(WEIGHTS)] for index in range(len(ids))])
+def sums_call(
+    ids: list[list[int]] = IDS,
+    layer: int = LAYERS[0],
+    width: int = 4,
+    weights: list[list[float]] | None = None,
+) -> ToyCall:
+    usual = [WEIGHTS[index % len(WEIGHTS)] for index in range(len(ids))]
+    return ToyCall(ids, layer, width, usual if weights is None else weights)
 
 
 @pytest.mark.parametrize("deed", CODES, ids=lambda deed: deed.name.lower())

@@ -13,7 +13,7 @@ import pytest
 
 from kvasir_node.backbone import row_audit
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
-from kvasir_node.backbone.row_audit import Claim, RowAudit
+from kvasir_node.backbone.row_audit import Asked, Claim, RowAudit
 from kvasir_node.certification.certify import expert_program
 from kvasir_node.certification.crafted_weights import random_rows
 from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts, compute
@@ -25,7 +25,7 @@ from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import node_id_of
-from tests.audited_rows import liar
+from tests.audited_rows import liar, sum_of
 from tests.node.tls_ends import tls_pair
 
 NODE = node_id_of(b"\1" * 32)
@@ -65,10 +65,17 @@ class Audited:
             0,
             expert_program(),
             [expert] * n_rows,
-            lambda place: x.ctypes.data + 4 * SHAPE.n_embd * place,
+            lambda place: (x.ctypes.data + 4 * SHAPE.n_embd * place, place, ()),
             answers.ctypes.data,
             (SHAPE.n_embd, SHAPE.n_embd),
         )
+
+    def wait_idle(self) -> None:
+        """Until nothing waits; what was taken last may still be looked at."""
+        deadline = time.monotonic() + 30.0
+        while self.audit.statistics()["rows_waiting"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def wait(self, n_rows: int) -> None:
         """Until so many rows were looked at."""
@@ -228,6 +235,40 @@ def test_only_the_wrong_expert_of_a_liar_is_held_against_it(audited: Audited) ->
     kernel.close()
 
 
+@pytest.mark.parametrize("lie, is_found", [(None, False), ("wrong-expert", True), ("scaled", True)])
+def test_sums_are_looked_at_for_the_sake_of_each_expert_in_them(
+    audited: Audited, lie: Lie | None, is_found: bool
+) -> None:
+    """One wrong expert is found in sums where it is never the first, nor weighs most."""
+    _, wrong = wrong_expert_of(SHARD)
+    right = [each for each in range(N_EXPERT) if each != wrong]
+    kernel = EXPERTS.load(GgmlCpuKernel if lie is None else liar(lie))
+    draws = np.random.default_rng(4)
+    n_asked = 0
+    while n_asked < 300 and not audited.verdicts:
+        others = draws.permutation(right)[:2].tolist()
+        pairs = (*((each, 0.4) for each in others), (wrong, 0.1))
+        x = draws.standard_normal(SHAPE.n_embd).astype(np.float32)
+        answer = sum_of(kernel, x, pairs)
+        asked: Asked = (x.ctypes.data, 0, pairs)
+        audited.audit.note_rows(
+            NODE,
+            0,
+            expert_program(),
+            [each for each, _ in pairs],
+            ([asked] * len(pairs)).__getitem__,
+            answer.ctypes.data,
+            (SHAPE.n_embd, SHAPE.n_embd),
+        )
+        n_asked += 1
+        audited.wait_idle()
+    assert bool(audited.verdicts) == is_found
+    if is_found:
+        assert audited.verdicts[0][0].word == "quarantined"
+        assert audited.verdicts[0][1] == 3 * n_asked
+    kernel.close()
+
+
 def test_where_the_queue_is_full_a_row_is_not_looked_at_and_nothing_waits(audited: Audited) -> None:
     kernel = EXPERTS.load(GgmlCpuKernel)
     with audited.audit._referee_lock:  # the audit's thread stands still
@@ -304,39 +345,62 @@ def test_what_several_threads_use_is_used_under_the_lock(monkeypatch: pytest.Mon
     monkeypatch.setattr(row_audit, "NODES_MAX", 1)
     audited = Audited(WatchedAudit)
     audited.audit.take_claim(NODE, Claim(certificate=b"first"))
+    assert examined(audited.audit, EXPERTS.load(liar("zeros"))) is not None
+    assert audited.audit.rows_examined()
     audited.audit.take_claim(node_id_of(b"\2" * 32), Claim())
     kernel = EXPERTS.load(liar("zeros"))
     for _ in range(3):
         audited.show(kernel, 64)
-    audited.wait(2)
-    assert examined(audited.audit, EXPERTS.load(liar("zeros"))) is not None
-    assert audited.audit.rows_examined()
+    audited.wait(N_EXPERT + 2)
     assert audited.audit.statistics()["rows_dropped"]
     audited.audit.close()
     kernel.close()
     assert WatchedAudit.touched == []
 
 
-def test_it_is_idle_most_of_the_time_when_there_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fiftieth of a processor: what it does is counted in its own time."""
+class PassingTime:
+    """Waits that pass at once, on a machine that gives the other threads `rate` of a processor."""
+
+    def __init__(self, rate: float) -> None:
+        self.now = self.used = 0.0
+        self.rate = rate
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self.used += seconds * self.rate
+        return False
+
+
+@pytest.mark.parametrize(
+    "rate, rested", [(1.0, 4.9), (3.0, 4.9), (0.5, 9.8), (0.2, 24.5), (0.05, 4.9), (0.0, 4.9)]
+)
+def test_it_rests_until_the_tokens_had_their_part_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch, audited: Audited, rate: float, rested: float
+) -> None:
+    """However little that is; where they need none, as long as it may keep one."""
+    passing = PassingTime(rate)
+    monkeypatch.setattr(audited.audit._is_closing, "wait", passing.wait)
+    monkeypatch.setattr("kvasir_node.backbone.row_audit.time.monotonic", lambda: passing.now)
+    monkeypatch.setattr(row_audit, "_used_by_others", lambda: passing.used)
+    audited.audit._rest(4.9)
+    monkeypatch.undo()
+    assert passing.now == pytest.approx(rested, rel=0.01)
+
+
+def test_what_it_does_is_counted_in_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_audit, "FIRST_ROWS", 0)
     audited = Audited()
-    waits: list[float] = []
-
-    def note_wait(seconds: float) -> bool:
-        waits.append(seconds)
-        return audited.audit._is_closing.is_set()
-
+    rests: list[float] = []
     times = iter(range(1, 1000))
-    monkeypatch.setattr(audited.audit._is_closing, "wait", note_wait)
+    monkeypatch.setattr(audited.audit, "_rest", rests.append)
     monkeypatch.setattr("kvasir_node.backbone.row_audit.time.thread_time", lambda: next(times) * 0.001)
     kernel = EXPERTS.load(GgmlCpuKernel)
     audited.show(kernel, 64)
     audited.wait(4)
     deadline = time.monotonic() + 10.0
-    while len(waits) < 4:
+    while len(rests) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert waits[:4] == pytest.approx([0.001 * 49] * 4)
+    assert rests[:4] == pytest.approx([0.001 * (1 / row_audit.BUSY_SHARE - 1)] * 4)
     audited.audit.close()
     kernel.close()

@@ -22,7 +22,7 @@ from kvasir_proto.audit.finding import Finding
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp
-from tests.audited_rows import liar
+from tests.audited_rows import liar, sum_of
 
 NODE = node_id_of(b"\1" * 32)
 SHAPE = ExpertShape(64, 64)
@@ -108,6 +108,92 @@ def test_every_row_of_a_liar_is_foreign(lie: Lie) -> None:
     assert {each.outcome for each in found} == {"foreign"}
     directions = {each.slope == pytest.approx(1.01, abs=1e-4) for each in found}
     assert directions == {lie == "scaled"}
+
+
+PAIRS = ((0, 0.4), (2, -0.05), (3, 0.25), (1, 0.3))
+"""Experts in the order of slots, with weights as routers give them, and one that they do not."""
+
+
+def judged_sums(
+    lie: Lie | None,
+    weight_type: str = "q8_0",
+    shape: ExpertShape = SHAPE,
+    pairs: tuple[tuple[int, float], ...] = PAIRS,
+    n_row: int = 128,
+) -> tuple[Finding, ...]:
+    experts = experts_of(weight_type, shape)
+    kernel = experts.load(GgmlCpuKernel if lie is None else liar(lie))
+    referee = RowReferee(experts.manifest, experts.read)
+    try:
+        return tuple(
+            referee.judge_sum(NODE, 0, expert_program(), pairs[0][0], pairs, x, sum_of(kernel, x, pairs))
+            for x in rows_of(n_row, shape)
+        )
+    finally:
+        kernel.close()
+
+
+@pytest.mark.parametrize("weight_type", ["q8_0", "f16", "bf16", "f32", "q4_K"])
+def test_sums_of_an_honest_kernel_are_the_same_or_explained(weight_type: str) -> None:
+    found = judged_sums(None, weight_type, ExpertShape(256, 256) if weight_type == "q4_K" else SHAPE)
+    outcomes = Counter(each.outcome for each in found)
+    assert set(outcomes) <= {"same", "flipped"}
+    assert outcomes["flipped"] <= 4 * len(found) * found[0].flip_chance
+    assert len({each.request_digest for each in found}) == len(found)
+
+
+def test_flips_of_several_experts_in_one_sum_are_explained() -> None:
+    """F16 rows flip so often that many sums have two and more."""
+    outcomes = Counter(each.outcome for each in judged_sums(None, "f16", ExpertShape(256, 128), n_row=256))
+    assert outcomes["flipped"] > 8
+    assert not outcomes["foreign"]
+
+
+@pytest.mark.parametrize("lie", [each for each in LIES if each not in ("wrong-expert", "nan", "replayed")])
+def test_every_sum_of_a_liar_is_foreign(lie: Lie) -> None:
+    assert {each.outcome for each in judged_sums(lie, n_row=32)} == {"foreign"}
+
+
+def test_a_sum_is_foreign_where_one_of_its_experts_is_wrong() -> None:
+    _, wrong = wrong_expert_of(experts_of().manifest.whole_shard())
+    others = tuple(pair for pair in PAIRS if pair[0] != wrong)
+    small = (*others, (wrong, 0.01))
+    assert {each.outcome for each in judged_sums("wrong-expert", pairs=small)} == {"foreign"}
+    assert {each.outcome for each in judged_sums("wrong-expert", pairs=others)} <= {"same", "flipped"}
+
+
+def test_a_sum_in_which_a_row_is_missing_or_weighs_otherwise_is_foreign() -> None:
+    experts = experts_of()
+    kernel = experts.load(GgmlCpuKernel)
+    referee = RowReferee(experts.manifest, experts.read)
+    (x,) = rows_of(1)
+    for said in (PAIRS[1:], ((0, 0.401), *PAIRS[1:])):
+        answer = sum_of(kernel, x, said)
+        assert referee.judge_sum(NODE, 0, expert_program(), 0, PAIRS, x, answer).outcome == "foreign"
+    kernel.close()
+
+
+def test_sums_that_cancel_are_held_to_what_was_added_up() -> None:
+    """What is left of an expert less itself is all rounding: no error of whoever computed it."""
+    experts = experts_of()
+    kernel = experts.load(GgmlCpuKernel)
+    referee = RowReferee(experts.manifest, experts.read)
+    pairs = ((0, 1.0), (0, -0.999999))
+    for x in rows_of(32):
+        answer = sum_of(kernel, x, pairs)
+        found = referee.judge_sum(NODE, 0, expert_program(), 0, pairs, x, answer)
+        assert found.outcome == "same"  # a flip is in both of them
+    kernel.close()
+
+
+def test_of_weights_that_are_nothing_or_not_finite_nothing_is_said() -> None:
+    experts = experts_of()
+    referee = RowReferee(experts.manifest, experts.read)
+    (x,) = rows_of(1)
+    for weight in (0.0, math.nan, math.inf):
+        pairs = ((0, weight), (1, weight))
+        found = referee.judge_sum(NODE, 0, expert_program(), 0, pairs, x, x)
+        assert found.outcome == "void"
 
 
 def test_one_wrong_expert_is_foreign_and_the_others_are_not() -> None:
