@@ -246,17 +246,14 @@ class RowReferee:
     ) -> _Right:
         kernel = self._kernel(layer, expert, activation)
         kernel.round_as_on(processor)
-        rows = _run(kernel, layer, program, expert, x)
+        kernel.add_program(program)  # raises for one that does not fit
+        values = kernel.values(layer, program, expert, x)
         last = max(i for i, step in enumerate(program.steps) if step.op is StepOp.EXPERT_MATMUL)
         before, suffix = program.steps[last].input_a, program.steps[last].tensor
-        hidden = x
-        if before:
-            inner = ExpertProgram(program.steps[:before], program.input_per_slot)
-            hidden = _run(kernel, layer, inner, expert, x)
         types = {each.suffix: each.type.name for each in self._manifest.expert_tensors(layer)}
         return _Right(
-            rows=rows,
-            hidden=hidden,
+            rows=np.asarray(values[-1], np.float32),
+            hidden=np.asarray(values[before], np.float32),
             activation=_CLASS_NAMES[activation or ACTIVATION_FORMATS[types[suffix]]],
             down=lambda: kernel.weight(layer, suffix, expert),
             is_last=last + 1 == len(program.steps),
@@ -275,11 +272,3 @@ class RowReferee:
         while len(self._kernels) > 1 and sum(k.memory_bytes for k in self._kernels.values()) > KEPT_BYTES_MAX:
             self._kernels.popitem(last=False)[1].close()
         return kernel
-
-
-def _run(
-    kernel: ReferenceKernel, layer: int, program: ExpertProgram, expert: int, x: Float32Array
-) -> Float32Array:
-    index = kernel.add_program(program)
-    rows, experts = np.arange(len(x), dtype=np.int32), np.full(len(x), expert, np.int32)
-    return np.asarray(kernel.compute_rows(layer, index, x, rows, experts), np.float32)

@@ -10,7 +10,7 @@ call. It refuses to know files, and gets bytes from a function as every kernel d
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -31,6 +31,8 @@ from kvasir_proto.program import ABSENT, ExpertProgram, GluKind, ProgramStep, St
 
 PAIRS_MAX: Final = 1 << 20
 PROGRAMS_MAX: Final = 256
+PART_VALUES: Final = 1 << 17
+"""Of a weight, expanded at a time."""
 
 Read = Callable[[str, int], bytes | bytearray | memoryview]
 Numbers = npt.NDArray[np.int32]
@@ -177,7 +179,9 @@ class ReferenceKernel:
         results: Rows = np.empty((len(row_of_pair), width_out), np.float64 if is_exact else np.float32)
         for expert in sorted(set(expert_of_pair.tolist())):
             mine = expert_of_pair == expert
-            results[mine] = self._run(layer, self._programs[program_index], expert, x[row_of_pair[mine]])
+            results[mine] = self.values(layer, self._programs[program_index], expert, x[row_of_pair[mine]])[
+                -1
+            ]
         return results
 
     def weight(self, layer: int, suffix: str, expert: int) -> npt.NDArray[np.float64]:
@@ -189,8 +193,12 @@ class ReferenceKernel:
         self._bytes.clear()
         self._tensors.clear()
 
-    def _run(self, layer: int, program: ExpertProgram, expert: int, x: npt.NDArray[np.float32]) -> Rows:
-        """The program's last value for rows of one expert."""
+    def values(
+        self, layer: int, program: ExpertProgram, expert: int, x: npt.NDArray[np.float32]
+    ) -> list[Rows]:
+        """The program's values for rows `x` [rows, width in] of one expert that is held: the rows themselves,
+        then what each step gives, [rows, width].
+        """
         kept = np.float64 if self._arithmetic is Arithmetic.FLOAT64 else np.float32
         worked = np.float32 if self._arithmetic is Arithmetic.FLOAT32 else np.float64
         values: list[Rows] = [x.astype(kept)]
@@ -200,7 +208,7 @@ class ReferenceKernel:
                 a = values[step.input_a].astype(worked) if step.input_a != ABSENT else None
                 b = values[step.input_b].astype(worked) if step.input_b != ABSENT else None
                 values.append(self._step(layer, expert, step, a, b, len(x)).astype(kept))
-        return values[-1]
+        return values
 
     def _step(
         self, layer: int, expert: int, step: ProgramStep, a: Rows | None, b: Rows | None, n_pairs: int
@@ -217,8 +225,11 @@ class ReferenceKernel:
                 form = self._activations_of(self._tensors[layer][step.tensor])
                 if form is not None:
                     a = self._roundings[form](a.astype(np.float32))
-                weight = self._expanded(layer, step.tensor, expert)
-                return a @ weight.T if self._accumulator is None else self._accumulator.add_up(a, weight)
+                if self._accumulator is not None:
+                    return self._accumulator.add_up(a, self._expanded(layer, step.tensor, expert))
+                return np.concatenate(
+                    [a @ part.T for part in self._expanded_parts(layer, step.tensor, expert)], axis=1
+                )
             case StepOp.EXPERT_ADD:
                 return a + self._expanded(layer, step.tensor, expert)
             case StepOp.GLU:
@@ -243,11 +254,17 @@ class ReferenceKernel:
 
     def _expanded(self, layer: int, suffix: str, expert: int) -> Rows:
         """One expert's slice of a tensor as numbers: [out, in] of a weight, [1, width] of anything else."""
+        return np.concatenate(list(self._expanded_parts(layer, suffix, expert)))
+
+    def _expanded_parts(self, layer: int, suffix: str, expert: int) -> Iterator[Rows]:
+        """The same, some of its rows at a time, which stay in a processor's cache."""
         tensor = self._tensors[layer][suffix]
         n_row = tensor.shape[1] if len(tensor.shape) == 3 else 1
         data = np.frombuffer(self._bytes[layer, suffix, expert], np.uint8).reshape(n_row, -1)
-        values = quants.dequantize(data, GGMLQuantizationType(tensor.type.id))
-        return np.asarray(values, np.float32 if self._arithmetic is Arithmetic.FLOAT32 else np.float64)
+        n_part = max(1, PART_VALUES // tensor.shape[0])
+        for first in range(0, n_row, n_part):
+            values = quants.dequantize(data[first : first + n_part], GGMLQuantizationType(tensor.type.id))
+            yield np.asarray(values, np.float32 if self._arithmetic is Arithmetic.FLOAT32 else np.float64)
 
     def _activations_of(self, tensor: ManifestTensor) -> str | None:
         """The format in which products with this tensor take their rows; None for rows as they are."""
