@@ -1,10 +1,10 @@
 """The backbone's audit: a few rows of answers, computed again in a thread of its own.
 
 Decides what is copied when and how much of a processor that may take. The decode thread copies chosen rows
-and waits for nothing: where the queue is full, a row is not looked at. A new connection is examined before it
-is asked for anything that counts: rows through the experts it is to serve, so that a node that computes
-wrongly has no part in any text. What rows add up to is `kvasir_proto.audit`'s to say, how a row is judged the
-referee's. It refuses to know what becomes of a node that was found out.
+and waits for nothing: where too much waits, what is old is not looked at. A new connection is examined
+before it is asked for anything that counts: rows through the experts it is to serve, so that a node that
+computes wrongly has no part in any text. What rows add up to is `kvasir_proto.audit`'s to say, how a row is
+judged the referee's. It refuses to know what becomes of a node that was found out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
 import random
 import threading
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
+from kvasir_node.backbone.waiting_rows import WaitingRows
 from kvasir_node.certification.row_referee import RowReferee
 from kvasir_node.kernels.activation_formats import ACTIVATION_ROUNDINGS
 from kvasir_node.telemetry import get_logger
@@ -46,7 +46,7 @@ log = get_logger()
 Float32Array = npt.NDArray[np.float32]
 
 ROWS_WAITING_MAX: Final = 256
-"""Copied rows that wait to be looked at: a few MB. One more is dropped, and counted."""
+"""Copied rows that wait to be looked at: a few MB. For one more an old one is dropped, and counted."""
 BUSY_SHARE: Final = 0.015
 """Of the processor time of this engine, and of one processor, as long as there is nothing new to look at."""
 BUSY_SHARE_AT_FIRST: Final = 0.25
@@ -55,6 +55,8 @@ _IDLE_SHARE: Final = 0.1
 """Of one processor: an engine that uses less waits for others, and nothing is taken from its tokens."""
 _LOOK_AGAIN_S: Final = 0.02
 FIRST_ROWS: Final = 64
+PACE_INTERVAL_S: Final = 60.0
+"""How often the log is told that the audit does not keep up."""
 
 EXAMINED_ROWS_MAX: Final = 512
 """Rows of one examination; of more experts, some are drawn."""
@@ -137,7 +139,7 @@ class RowAudit:
         self._rows_asked: Counter[NodeId] = Counter()
         self._rows_examined: Counter[NodeId] = Counter()
         self._rows_dropped = 0
-        self._rows: queue.Queue[_Row | None] = queue.Queue(ROWS_WAITING_MAX)
+        self._rows: WaitingRows[_Row] = WaitingRows(ROWS_WAITING_MAX)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -164,11 +166,7 @@ class RowAudit:
             self._rows_asked[node_id] += len(experts)
         width_in, width_out = widths
         seen: set[int] = set()
-        for number, place in enumerate(places):
-            if self._rows.full():
-                with self._lock:
-                    self._rows_dropped += len(places) - number
-                return
+        for place in places:
             address, index, pairs = asked(place)
             if index in seen:
                 continue  # a sum in which two rows were chosen
@@ -243,9 +241,7 @@ class RowAudit:
         return self.verdict_of(holder.node_id)
 
     def _look_later(self, row: _Row) -> None:
-        try:
-            self._rows.put_nowait(row)
-        except queue.Full:
+        if self._rows.put(row.node_id, row):
             with self._lock:
                 self._rows_dropped += 1
 
@@ -267,7 +263,7 @@ class RowAudit:
         with self._lock:
             standings, n_dropped = self._core.standings(), self._rows_dropped
         return {
-            "rows_waiting": self._rows.qsize(),
+            "rows_waiting": len(self._rows),
             "rows_dropped": n_dropped,
             "nodes": [
                 {
@@ -286,8 +282,7 @@ class RowAudit:
     def close(self) -> None:
         """End the thread; rows that wait are not looked at any more."""
         self._is_closing.set()
-        with contextlib.suppress(queue.Full):
-            self._rows.put_nowait(None)
+        self._rows.close()
         self._thread.join(5.0)
         with self._referee_lock:
             self._referee.close()
@@ -297,10 +292,14 @@ class RowAudit:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        pace = _Pace()
         while not self._is_closing.is_set():
             row = self._rows.get()
             if row is None:
                 return
+            with self._lock:
+                n_dropped = self._rows_dropped
+            pace.note_looked(n_dropped)
             began = time.thread_time()
             try:
                 self._look_at(row)
@@ -356,6 +355,25 @@ class RowAudit:
         for verdict in verdicts:
             self._on_verdict(verdict, n_asked)
         return found
+
+
+class _Pace:
+    """Says now and then that more rows are dropped than are looked at: what that hides is found later."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._n_looked = 0
+        self._n_dropped_before = 0
+
+    def note_looked(self, n_dropped: int) -> None:
+        """One more row is looked at; so many were dropped until now."""
+        self._n_looked += 1
+        if time.monotonic() < self._began + PACE_INTERVAL_S:
+            return
+        n_new = n_dropped - self._n_dropped_before
+        if n_new > self._n_looked:
+            log.warning("audit_falls_behind", rows_looked_at=self._n_looked, rows_dropped=n_new)
+        self._began, self._n_looked, self._n_dropped_before = time.monotonic(), 0, n_dropped
 
 
 def _used_by_others() -> float:

@@ -269,7 +269,39 @@ def test_sums_are_looked_at_for_the_sake_of_each_expert_in_them(
     kernel.close()
 
 
-def test_where_the_queue_is_full_a_row_is_not_looked_at_and_nothing_waits(audited: Audited) -> None:
+def test_who_begins_to_lie_while_the_audit_is_behind_is_found_by_the_next_rows(audited: Audited) -> None:
+    """A queue that keeps what is old shows honest rows for as long as it is full."""
+    honest, liar_now = EXPERTS.load(GgmlCpuKernel), EXPERTS.load(liar("scaled"))
+    with audited.audit._referee_lock:
+        for seed in range(2000):
+            audited.show(honest, 16, seed=seed, expert=seed % N_EXPERT)
+        for seed in range(100):
+            audited.show(liar_now, 16, seed=seed, expert=seed % N_EXPERT)
+    deadline = time.monotonic() + 30.0
+    while not audited.verdicts:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    ((verdict, _),) = audited.verdicts
+    assert verdict.word == "quarantined"
+    assert verdict.n_rows < 40
+    for each in (honest, liar_now):
+        each.close()
+
+
+def test_who_is_looked_at_too_seldom_is_said(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_audit, "PACE_INTERVAL_S", 0.0)
+    said: list[str] = []
+    monkeypatch.setattr(row_audit.log, "warning", lambda event, **values: said.append(event))
+    kernel = EXPERTS.load(GgmlCpuKernel)
+    with audited.audit._referee_lock:
+        for seed in range(2000):
+            audited.show(kernel, 16, seed=seed, expert=seed % N_EXPERT)
+    audited.wait(2)
+    assert "audit_falls_behind" in said
+    kernel.close()
+
+
+def test_where_too_much_waits_a_row_is_not_looked_at_and_nothing_waits(audited: Audited) -> None:
     kernel = EXPERTS.load(GgmlCpuKernel)
     with audited.audit._referee_lock:  # the audit's thread stands still
         for seed in range(2000):
