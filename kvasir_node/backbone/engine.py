@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
@@ -37,6 +35,7 @@ from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
+from kvasir_node.logits_file import create_logits
 from kvasir_node.model.expert_bytes import ExpertSource as ExpertBytes
 from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.native_library import load as load_native_library
@@ -458,12 +457,7 @@ class BackboneEngine:
                 raise LocalProtocolError("chunk sizes do not add up to the tokens")
             trunk.clear()
             calls_before, retried_before = self._hook_calls(), self._rows_retried()
-            logits = np.lib.format.open_memmap(
-                message.output_path,
-                mode="w+",
-                dtype=np.float32,
-                shape=(len(message.token_ids), trunk.n_vocab),
-            )
+            logits = create_logits(Path(message.output_path), len(message.token_ids), trunk.n_vocab)
             chunk_ns, layers_ns = [], []
             start = 0
             for size in message.chunk_sizes:

@@ -14,6 +14,7 @@ import click
 from kvasir_node.bench.machine import describe_machine
 from kvasir_node.cli.measured_model import prepare_reference, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
+from kvasir_node.cli.output_directory import prepare_output
 from kvasir_node.cli.parameters import NonEmptyPath, NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
@@ -198,8 +199,7 @@ def save(
     asked = asked_of({**options, "between": (side, side)}, prompts=prompts, n_generated=tokens, items=items)
     if side.startswith(SAVED):
         raise UsageError("what is saved already need not be saved again")
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty")
+    prepare_output(out, is_new=True)
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
         (recording,) = run_in_foreground(record_sides, stored, asked, backends, (side,), directory, out)

@@ -27,6 +27,7 @@ from kvasir_node.cli.measure_operations import (
 )
 from kvasir_node.cli.measured_model import prepare_reference, stored_model
 from kvasir_node.cli.output import json_option, note, print_json
+from kvasir_node.cli.output_directory import prepare_output
 from kvasir_node.cli.parameters import NonEmptyPath, NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
@@ -48,6 +49,8 @@ POSITIONS: Final = 1024
 PROMPTS: Final = 8
 GENERATED: Final = 32
 ITEMS: Final = 100
+_DATA: Final = "report.json"
+_PAGE: Final = "report.html"
 _RUNS: Final = ("ggml-cpu", *BESIDE, "ggml-neon-v8.6")
 """Whose runs of the whole model a report has, where they are here; and a swarm's."""
 
@@ -90,11 +93,10 @@ def report(
     Status 9, with both files written, when a pair is outside its gate or a pinned router was not obeyed.
     """
     session.configure()
+    prepare_output(out, (_DATA, _PAGE))
     started = time.monotonic()
     here = backends_here(threads, say=note)
     names = _sides(runs, here)
-    measured = _measure_operations(operations, here)
-    beside = _measure_published(here) if published else None
     stored = stored_model(session.locations, model)
     prepare_reference(stored)
     asked = Asked(
@@ -112,6 +114,8 @@ def report(
         items=items,
     )
     with working_directory(session.locations.cache, "measure") as directory:
+        measured = _measure_operations(operations, here)
+        beside = _measure_published(here) if published else None
         recordings = run_in_foreground(
             record_sides, stored, asked, here, (LLAMA_CPP, *names), directory, None
         )
@@ -120,13 +124,12 @@ def report(
     authority = measure_pairs(stored, pairs, max(64, positions // 2), threads)
     document = _document(stored, measured, beside, compared, authority)
     document["seconds"] = round(time.monotonic() - started, 1)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (out / "report.html").write_text(render_page(document), encoding="utf-8")
+    (out / _DATA).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (out / _PAGE).write_text(render_page(document), encoding="utf-8")
     if as_json:
         print_json(document)
     else:
-        click.echo(f"{out / 'report.html'} and report.json, {document['seconds']} s")
+        click.echo(f"{out / _PAGE} and {_DATA}, {document['seconds']} s")
     require_tolerance(measured)
     require_authority(authority)
 

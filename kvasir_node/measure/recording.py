@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import trio
 
+from kvasir_node.logits_file import create_logits
 from kvasir_node.measure.in_process import Continuation, Traces, joined_traces
 from kvasir_node.measure.sides import OpenSide
 from kvasir_node.measure.statistics import Logits, open_logits
@@ -109,10 +110,7 @@ async def record(
     for number, window in enumerate(workload.windows, 1):
         found, seen = await side.evaluate(window, chunks_of(len(window), workload.singly))
         if logits is None:
-            shape = (len(workload.tokens), found.shape[1])
-            logits = np.lib.format.open_memmap(
-                directory / LOGITS_FILE, mode="w+", dtype=np.float32, shape=shape
-            )
+            logits = create_logits(directory / LOGITS_FILE, len(workload.tokens), found.shape[1])
         logits[row : row + len(window)] = found
         row += len(window)
         if seen is not None:
