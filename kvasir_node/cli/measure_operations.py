@@ -25,7 +25,7 @@ from kvasir_node.measure.operations import (
 )
 from kvasir_node.measure.published import PUBLISHED, PUBLISHED_SHAPE, PUBLISHED_USED
 from kvasir_proto.capability import BATCH_CLASSES
-from kvasir_proto.errors import OutOfTolerance, UsageError
+from kvasir_proto.errors import EngineFailed, OutOfTolerance, UsageError
 from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
 from kvasir_proto.tolerance import EquivalenceClass
 
@@ -91,6 +91,9 @@ def ops(
         print_json(document)
     else:
         _print_report(measured, document)
+    absent = next((each for each in measured.backends if not each.weight_types), None)
+    if absent is not None and backends.strip() != ALL:
+        raise EngineFailed(f"{absent.name} was asked for and took no part: {absent.missing}")
     require_tolerance(measured)
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvasir_node.certification.synthetic_model import Read
 from kvasir_node.cli import measure_operations
 from kvasir_node.measure.backends_here import Backend
+from kvasir_proto.errors import EngineFailed
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from tests.node.certification.test_certify import Scaled
 from tests.node.cli.invocation import call
@@ -60,6 +61,20 @@ def test_a_backend_of_no_known_arithmetic_is_status_9(
     outcome = call("measure", "ops", *SHORT, home=tmp_path)
     assert outcome.status == 9
     assert "scaled at 8 rows in q8_0 is of no arithmetic" in outcome.err.splitlines()[-1]
+
+
+def test_a_backend_that_was_asked_for_and_cannot_be_loaded_is_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(manifest: ModelManifest, shard: ShardSet, read: Read) -> Scaled:
+        raise EngineFailed("its host was ended by SIGBUS")
+
+    here = (Backend("lost", False, lost), Backend("ggml-cpu", False, ggml))
+    monkeypatch.setattr(measure_operations, "backends_here", lambda threads, say: here)
+    assert call("measure", "ops", *SHORT, home=tmp_path).status == 0
+    outcome = call("measure", "ops", *SHORT, "--backends", "ggml-cpu,lost", home=tmp_path)
+    assert outcome.status == 1
+    assert "took no part: q8_0: its host was ended by SIGBUS" in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
