@@ -49,7 +49,11 @@ _OWNER: Final = "slots-owner"
 _OF_EARLIER_BUILDS: Final = "term-proof"
 """A file that only builds without elections wrote."""
 _SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
-_TOLD_AGAIN: Final[tuple[Slot, ...]] = ("plan", "records")
+_REMEDIES: Final[dict[Slot, str]] = {
+    "plan": "; remove it: the swarm tells it again",
+    "records": "; remove it: the swarm tells it again",
+    "verdicts": "; remove it: what is wrong with a node is found again",
+}
 """What may be lost; of the other slots some hold a vote or a fence, which must never be forgotten."""
 _FILE_SIZE_MAX: Final = 4 << 20
 """Bytes of the largest slot: all that was ever revoked in a swarm."""
@@ -91,8 +95,8 @@ class SwarmFiles:
 
     def slot_damaged(self, slot: Slot, reason: str) -> ConfigurationInvalid:
         """The error, with the path, for a slot that does not hold what a core persisted, for ``reason``."""
-        remedy = "; remove it: the swarm tells it again" if slot in _TOLD_AGAIN else ""
-        return ConfigurationInvalid(f"{self._directory / _name_of(slot)} is damaged: {reason}{remedy}")
+        path = self._directory / _name_of(slot)
+        return ConfigurationInvalid(f"{path} is damaged: {reason}{_REMEDIES.get(slot, '')}")
 
     @property
     def recovery_key_file(self) -> Path:

@@ -18,7 +18,9 @@ from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant, WallTime
 from kvasir_proto.messages import Message
 
-Slot: TypeAlias = Literal["admission", "election", "electorate", "fence", "incarnation", "plan", "records"]
+Slot: TypeAlias = Literal[
+    "admission", "election", "electorate", "fence", "incarnation", "plan", "records", "verdicts"
+]
 """What a node remembers through a restart; each slot is one file, written whole."""
 
 

@@ -148,6 +148,8 @@ TopK: TypeAlias = Annotated[int, Range(0, TOP_K_MAX)]
 # --- bytes --------------------------------------------------------------------------------------------------
 Digest: TypeAlias = Annotated[bytes, Length(32, 32)]
 """A SHA-256."""
+ClaimDigest: TypeAlias = Annotated[bytes, Length(0, 32)]
+"""The digest of the certificates that speak for a node (`CapabilityRecord.claim_digest`), or empty."""
 OneTimeToken: TypeAlias = Annotated[bytes, Length(16, 16)]
 PublicKey: TypeAlias = Annotated[bytes, Length(32, 32)]
 """A raw Ed25519 public key."""

@@ -63,7 +63,7 @@ from kvasir_proto.election.succession import next_electorate
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Duration, Instant, after, between, in_seconds, milliseconds
-from kvasir_proto.limits import Rank, as_sentence
+from kvasir_proto.limits import AuditVerdict, Rank, as_sentence
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership import options as membership_options
 from kvasir_proto.membership.core import MembershipCore
@@ -99,7 +99,6 @@ from kvasir_proto.placement.inventory import ModelShape, Place, PlaceState, as_a
 from kvasir_proto.placement.options import PlacementOptions
 from kvasir_proto.placement.plan import Coverage, Missing, Plan, open_plan
 from kvasir_proto.plan_offers import PlanOffers
-from kvasir_proto.quarantine import QUARANTINED_MAX, Quarantined, QuarantineTable
 from kvasir_proto.ranking import CandidateRank, candidate_rank, may_be_backbone
 from kvasir_proto.records import LAN as RECORDS_LAN
 from kvasir_proto.records import WAN as RECORDS_WAN
@@ -120,6 +119,7 @@ from kvasir_proto.signing import sign_message
 from kvasir_proto.steadiness import Steadiness
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.term_proof import Electorate, ProvenTerm, verify_term_proof
+from kvasir_proto.verdicts_in_force import VerdictInForce, VerdictTable
 from kvasir_proto.verification import (
     ChallengeDone,
     ChallengeDue,
@@ -225,12 +225,10 @@ class HolderFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantine:
-    """As backbone: this member computed or spoke wrongly; plan without it until then."""
+class FoundOut:
+    """This node has seen that a member computed or spoke wrongly: what follows is in `verdicts_in_force`."""
 
-    node_id: NodeId
-    until: Instant
-    reason: str
+    verdict: VerdictInForce
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +237,6 @@ class AnswersSeen:
 
     node_id: NodeId
     mean: Duration
-
-
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """As backbone: this member's rows are those of short sums, whatever its record says of them: bulk layers
-    only, until it has other certificates than these.
-    """
-
-    node_id: NodeId
-    claim_digest: bytes
 
 
 NodeCommand: TypeAlias = (
@@ -261,10 +249,9 @@ NodeCommand: TypeAlias = (
     | ShardLost
     | BackboneEngineDied
     | HolderFailed
-    | Quarantine
+    | FoundOut
     | AnswersSeen
     | ChallengeResult
-    | Demote
     | AdoptProof
     | StepDown
     | Recover
@@ -337,8 +324,8 @@ class NodeView:
     coverage: Coverage | None
     missing: tuple[Missing, ...]
     clock_offset: Duration | None
-    quarantined: tuple[Quarantined, ...] = ()
-    """Whom this node plans without, whenever it is backbone."""
+    verdicts: tuple[VerdictInForce, ...] = ()
+    """Whom this node, as backbone, plans without or gives bulk layers only; one verdict a node."""
     slow: tuple[SlowHolder, ...] = ()
     """Whom it has seen to answer later than the others, and plans with as with slower ones."""
 
@@ -464,10 +451,9 @@ class NodeCore:
             )
         self._verification = Verification(private_key, swarm, entropy, now)
         self._offers = PlanOffers()
-        self._quarantine = QuarantineTable()
+        with _restoring("verdicts"):
+            self._verdicts = VerdictTable(stored.get("verdicts"), now)
         self._answer_times = AnswerTimes()
-        self._demoted: dict[NodeId, bytes] = {}
-        """Members that are given bulk layers only, and the certificates they had when they were found out."""
         self._steadiness = Steadiness()
         self._drains: tuple[Callable[[], Sequence[Effect | NodeEvent]], ...] = (
             self._membership.drain,
@@ -475,6 +461,7 @@ class NodeCore:
             self._book.drain,
             self._election.drain,
             self._verification.drain,
+            self._verdicts.drain,
         )
         self._deadlines = (
             self._admission.next_deadline,
@@ -482,7 +469,7 @@ class NodeCore:
             self._election.next_deadline,
             self._placement.next_deadline,
             self._offers.next_deadline,
-            self._quarantine.next_end,
+            self._verdicts.next_end,
             self._answer_times.next_end,
             self._steadiness.next_deadline,
             self._verification.next_deadline,
@@ -620,25 +607,22 @@ class NodeCore:
             case ChallengeDone() | ChallengeFailed():
                 self._verification.finish(request, now)
                 if isinstance(request, ChallengeDone) and request.word == "quarantined":
-                    until = after(now.instant, QUARANTINE_AFTER_CHALLENGE)
-                    self._quarantine.add(Quarantined(request.node_id, until, as_sentence(request.reason)))
-                    self._forget_holding(request.node_id)
-                    self._note_change(now.instant)
-            case Quarantine(node_id, until, reason):
-                self._quarantine.add(Quarantined(node_id, until, reason))
-                self._forget_holding(node_id)
-                self._note_change(now.instant)
+                    record = self._book.record_of(request.node_id)
+                    verdict = VerdictInForce(
+                        node_id=request.node_id,
+                        word=request.word,
+                        reason=as_sentence(request.reason),
+                        until=after(now.instant, QUARANTINE_AFTER_CHALLENGE),
+                        claim=record.claim_digest() if record is not None else b"",
+                    )
+                    self._note_verdict(verdict, now)
+            case FoundOut(verdict):
+                self._note_verdict(verdict, now)
             case AnswersSeen(node_id, mean):
                 slow = self._answer_times.note(node_id, mean, now.instant)
                 if slow is not None:
                     self._effects.append(Notice("holder_slow", (("node", node_id), ("times", slow.times))))
                     self._note_change(now.instant)
-            case Demote(node_id, claim):
-                self._demoted.pop(node_id, None)
-                self._demoted[node_id] = claim
-                if len(self._demoted) > QUARANTINED_MAX:
-                    del self._demoted[next(iter(self._demoted))]
-                self._note_change(now.instant)
         self._settle(now)
 
     def tick(self, now: Now) -> None:
@@ -657,7 +641,7 @@ class NodeCore:
         self._offers.tick(now.instant)
         self._verification.tick(now)
         # Both: each is to forget those whose time is over.
-        if self._quarantine.let_go(now.instant) | self._answer_times.let_go(now.instant):
+        if self._verdicts.let_go(now.instant) | self._answer_times.let_go(now.instant):
             self._note_change(now.instant)
         if self._steadiness.tick(now.instant):
             self._effects.append(Notice("backbone_engine_steady"))
@@ -757,7 +741,7 @@ class NodeCore:
             coverage=coverage,
             missing=missing,
             clock_offset=self._clock_offset,
-            quarantined=self._quarantine.rows(),
+            verdicts=self._verdicts_in_force(),
             slow=self._answer_times.rows(),
         )
 
@@ -1378,19 +1362,21 @@ class NodeCore:
             state = "suspect"
         elif record.state == "stopping":
             state = "draining"
-        if node_id in self._quarantine:
+        verdict = self._verdict_on(record)
+        if verdict == "quarantined":
             state = "lost"
         memory_bytes = record.memory_bytes
         if standing.room_bytes is not None:
             memory_bytes = min(memory_bytes, standing.room_bytes)
         known = self._verification.verdict_of(record, "output")
-        verdict = {"verified": True, "unfit": False}.get(known)
+        fitness = {"verified": True, "unfit": False}.get(known)
+        is_short_of_f32 = verdict == "unfit" and record.accumulation in ("F32", "UNKNOWN")
         return Place(
             node_id=node_id,
             memory_bytes=memory_bytes if _is_worker(record) else 0,
-            accumulation="F16" if self._is_demoted(record) else record.accumulation,
+            accumulation="F16" if is_short_of_f32 else record.accumulation,
             equivalence_class=" ".join(sorted({each.activation_format for each in record.classes})),
-            output_verdict=verdict if "output" in record.ranks else False,
+            output_verdict=fitness if "output" in record.ranks else False,
             rate_rows_s=max(1, 1_000_000_000 // (row_ns * times)) if row_ns else None,
             rtt_ns=0 if is_own else _coarse_rtt(member),
             state=state,
@@ -1398,10 +1384,28 @@ class NodeCore:
             holding=standing.holding,
         )
 
-    def _is_demoted(self, record: CapabilityRecord) -> bool:
-        """Whether a node that claims F32 was found to add otherwise, and not certified again since."""
-        claims_f32 = record.accumulation in ("F32", "UNKNOWN")
-        return claims_f32 and self._demoted.get(record.node_id) == record.claim_digest()
+    def _note_verdict(self, verdict: VerdictInForce, now: Now) -> None:
+        """A member was found out; of one in quarantine nothing that it said it holds counts any more."""
+        self._verdicts.add(verdict, now)
+        if verdict.word == "quarantined":
+            self._forget_holding(verdict.node_id)
+        self._note_change(now.instant)
+
+    def _verdict_on(self, record: CapabilityRecord) -> AuditVerdict | None:
+        """What holds of a node that shows this record."""
+        verdict = self._verdicts.in_force(record.node_id, record.claim_digest())
+        return verdict.word if verdict is not None else None
+
+    def _verdicts_in_force(self) -> tuple[VerdictInForce, ...]:
+        """Of every node of which something holds, in order of ids."""
+        found = []
+        for node_id in self._verdicts.node_ids():
+            record = self._book.record_of(node_id)
+            claim = record.claim_digest() if record is not None else None
+            verdict = self._verdicts.in_force(node_id, claim)
+            if verdict is not None:
+                found.append(verdict)
+        return tuple(found)
 
     def _issue(self, plan: Plan, now: Now) -> None:
         """Sign what placement decided, keep it, and offer it to all it names and all who vote."""
@@ -1428,7 +1432,7 @@ class NodeCore:
             self._effects.append(HolderRefused(sender, message.code, message.reason))
         else:
             standing = self._standing.get(sender)
-            if sender in self._quarantine:
+            if standing is not None and self._verdict_on(standing.record) == "quarantined":
                 return  # nothing is asked of it, whatever it says
             if standing is not None:
                 standing.holding = plan.shard_of(sender)

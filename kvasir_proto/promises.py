@@ -2,11 +2,11 @@
 
 Some slots hold promises to others: votes, endorsed electorates and the fence (`election`, `electorate`,
 `fence`), incarnations never used twice (`incarnation`), whom an invite has admitted (`admission`). What rests
-on one of these waits until its newest content is durable. `records` and `plan` promise nothing: a record's
-number follows the calendar and a node that forgot its own hears it from others, a plan dies with its
-backbone's term. Nothing waits for them, nor do membership, lease grants and refusals wait for votes: they
-take nothing back. So a node whose disk is full goes on with what it has, and takes on nothing new. It sends
-and saves nothing; it knows kinds of effects only.
+on one of these waits until its newest content is durable. `records`, `plan` and `verdicts` promise nothing: a
+record's number follows the calendar and a node that forgot its own hears it from others, a plan dies with its
+backbone's term, what is wrong with a node is found again. Nothing waits for them, nor do membership, lease
+grants and refusals wait for votes: they take nothing back. So a node whose disk is full goes on with what it
+has, and takes on nothing new. It sends and saves nothing; it knows kinds of effects only.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from kvasir_proto.messages import Family
 from kvasir_proto.messages.membership import RESERVED_INCARNATIONS
 from kvasir_proto.placement.plan import PLAN
 from kvasir_proto.records import RECORDS_KEPT
+from kvasir_proto.verdicts_in_force import VERDICTS_KEPT
 
 
 def _of(family: Family[Any]) -> Callable[[bytes], object]:
@@ -33,6 +34,7 @@ _READ: Final[dict[Slot, Callable[[bytes], object]]] = {
     "incarnation": _of(RESERVED_INCARNATIONS),
     "plan": _of(PLAN),
     "records": _of(RECORDS_KEPT),
+    "verdicts": _of(VERDICTS_KEPT),
 }
 
 

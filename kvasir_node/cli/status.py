@@ -229,6 +229,8 @@ def word_of(member: dict[str, Any]) -> str:
         return str(member["condition"]).partition("_")[0]
     if member["quarantined_s"] is not None:
         return "quarantined"
+    if member["verdict"] is not None and member["ranks"]:
+        return str(member["verdict"]["word"])
     if member["audit"] is not None and member["ranks"]:
         return str(member["audit"]["verdict"])
     if member["holder_state"]:
@@ -282,9 +284,12 @@ def print_members(document: dict[str, Any]) -> None:
 
 
 def _reason_of(member: dict[str, Any]) -> str:
-    if member["quarantined_s"] is None:
-        return str(member["audit"]["reason"] if member["audit"] is not None else member["reason"])
-    return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
+    verdict = member["verdict"]
+    if member["quarantined_s"] is None or verdict is None:
+        return str((member["audit"] or verdict or member)["reason"])
+    if verdict["ends"] == "with its time":
+        return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
+    return f"{member['reason']}; planned without until it is certified anew"
 
 
 def _member_row(

@@ -33,7 +33,7 @@ from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, T
 from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId, SessionId, node_id_of
 from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
-from kvasir_proto.limits import as_sentence
+from kvasir_proto.limits import AuditVerdict, as_sentence
 from kvasir_proto.membership.events import MemberChanged
 from kvasir_proto.messages.engine import (
     AnswersTimed,
@@ -60,13 +60,12 @@ from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import (
     AnswersSeen,
     BackboneEngineDied,
-    Demote,
+    FoundOut,
     HolderFailed,
     HolderReady,
     HolderRefused,
     NodeEvent,
     PlanReceived,
-    Quarantine,
     ShardLoaded,
     ShardLost,
     ShardRefused,
@@ -74,6 +73,7 @@ from kvasir_proto.node_core import (
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.swarm_manifest import FoundedSwarm
+from kvasir_proto.verdicts_in_force import VerdictInForce
 
 log = get_logger()
 
@@ -682,9 +682,16 @@ class BackboneDuty:
             n_foreign=judged.n_foreign,
         )
         if judged.verdict == "unfit":
-            record = self._core.record_of(judged.node_id)
-            self._core.command(Demote(judged.node_id, record.claim_digest() if record else b""))
+            self._tell_found_out(judged.node_id, "unfit", judged.reason, self._now(), is_of_rows=True)
         self._note_change()
+
+    def _tell_found_out(
+        self, node_id: NodeId, word: AuditVerdict, reason: str, until: Instant, *, is_of_rows: bool
+    ) -> None:
+        """Have the core plan by what was found. What was found of rows is of the node as it is certified."""
+        record = self._core.record_of(node_id)
+        claim = None if not is_of_rows else record.claim_digest() if record is not None else b""
+        self._core.command(FoundOut(VerdictInForce(node_id, word, as_sentence(reason), until, claim)))
 
     def _pass_on(self, token: TokenEmitted) -> None:
         session = self._sessions.get(token.session)
@@ -822,7 +829,9 @@ class BackboneDuty:
             self._core.command(HolderFailed(node_id, as_sentence(f"{code}: {reason}")))
             return
         log.warning("holder_quarantined", node=node_id, reason=fault.reason, n_faults=fault.n_faults)
-        self._core.command(Quarantine(node_id, fault.until, as_sentence(fault.reason)))
+        self._tell_found_out(
+            node_id, "quarantined", fault.reason, fault.until, is_of_rows=code == "quarantined"
+        )
 
     # -- this node's own experts -------------------------------------------------------------------
 

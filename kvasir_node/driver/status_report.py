@@ -27,9 +27,9 @@ from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import Missing, Plan
 from kvasir_proto.placement.ranks import output_layers
-from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.term_proof import TERM_PROOF, Electorate
+from kvasir_proto.verdicts_in_force import VerdictInForce
 
 STATUS_SCHEMA_VERSION: Final = 1
 MISSING_RANGES_MAX: Final = 1024
@@ -251,8 +251,9 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     connection = connections.get(member.node_id, {})
     said_state, said_reason = (record.state, record.reason) if record is not None else (None, "")
     shard = plan.shard_of(member.node_id) if plan is not None else ShardSet()
-    quarantined = {each.node_id: each for each in sources.view.quarantined} if sources.view else {}
-    fault = quarantined.get(member.node_id)
+    verdicts = {each.node_id: each for each in sources.view.verdicts} if sources.view else {}
+    verdict = verdicts.get(member.node_id)
+    fault = verdict if verdict is not None and verdict.word == "quarantined" else None
     slow = {each.node_id: each for each in sources.view.slow} if sources.view else {}
     late = slow.get(member.node_id)
     judged = {each["node_id"]: each for each in sources.backbone.get("audit", ())}
@@ -263,7 +264,8 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
         "reason": _reason_of(member, fault, late, connection, said_state, said_reason),
         "said_state": said_state,
         "holder_state": connection.get("state"),
-        "quarantined_s": _seconds(between(now, fault.until) if fault is not None else None),
+        "quarantined_s": _seconds(_left(now, fault.until) if fault is not None else None),
+        "verdict": _verdict_part(verdict),
         "answers_times_slower": late.times if late is not None else None,
         "audit": _audit_part(judged.get(member.node_id)),
         "version": record.node_version if record is not None else None,
@@ -285,6 +287,18 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     }
 
 
+def _left(now: Instant, until: Instant) -> Duration:
+    return max(Duration(0), between(now, until))
+
+
+def _verdict_part(verdict: VerdictInForce | None) -> dict[str, Any] | None:
+    """What holds of a member here, and how that ends; None where nothing does."""
+    if verdict is None:
+        return None
+    ends = "with its time" if verdict.claim is None else "with another certificate"
+    return {"word": verdict.word, "reason": verdict.reason, "ends": ends}
+
+
 def _audit_part(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What this node's audit, as backbone, has found of a member; None where it has found nothing."""
     if judged is None:
@@ -294,7 +308,7 @@ def _audit_part(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _reason_of(
     member: Member,
-    fault: Quarantined | None,
+    fault: VerdictInForce | None,
     late: SlowHolder | None,
     connection: Mapping[str, Any],
     said_state: str | None,

@@ -25,6 +25,7 @@ from kvasir_proto.messages.membership import ReservedIncarnations
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.records import RecordsKept
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_electorate, make_term_proof
+from kvasir_proto.verdicts_in_force import VerdictsKept
 from tests.proto.declared import example_of
 
 MODEL_DIGEST = bytes(range(32))
@@ -46,6 +47,7 @@ def contents() -> dict[Slot, bytes]:
         "incarnation": KEPT,
         "plan": encode(example_of(Plan)),
         "records": encode(RecordsKept(0, 0, ())),
+        "verdicts": encode(example_of(VerdictsKept)),
     }
 
 
@@ -292,7 +294,7 @@ def test_only_what_the_swarm_tells_again_may_be_removed(files: SwarmFiles, slot:
     files.save_slot(slot, b"no")
     with pytest.raises(ConfigurationInvalid, match=f"slot-{slot} is damaged") as caught:
         files.check_undamaged()
-    assert ("remove it" in str(caught.value)) == (slot in ("plan", "records"))
+    assert ("remove it" in str(caught.value)) == (slot in ("plan", "records", "verdicts"))
 
 
 @pytest.mark.parametrize("slot", get_args(Slot))

@@ -39,6 +39,7 @@ from kvasir_proto.signing import SIGNED
 from kvasir_proto.swarm_manifest import SWARM_MANIFEST
 from kvasir_proto.term_proof import ENDORSEMENT, TERM_PROOF, VOTE
 from kvasir_proto.tolerance_certificate import AUDITOR_VERDICT, TOLERANCE_CERTIFICATE
+from kvasir_proto.verdicts_in_force import VERDICTS_KEPT
 
 FAMILIES: tuple[Family[Any], ...] = (
     SWARM,
@@ -61,6 +62,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     RESERVED_INCARNATIONS,
     RECORDS,
     RECORDS_KEPT,
+    VERDICTS_KEPT,
     ADMISSION,
     INVITE,
     REDEMPTION,

@@ -37,22 +37,21 @@ from kvasir_proto.node_core import (
     FAR_SAMPLES_MIN,
     AnswersSeen,
     BackboneEngineDied,
-    Demote,
     Describe,
+    FoundOut,
     HolderFailed,
     HolderReady,
     HolderRefused,
     NodeCore,
     PlanReceived,
-    Quarantine,
     ShardLost,
     ShardRefused,
 )
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.plan_offers import INFORMING_BYTES_MAX, PlanOffers
-from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.signing import sign_message
+from kvasir_proto.verdicts_in_force import VerdictInForce
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, capability, key_of
 
 
@@ -182,9 +181,10 @@ def test_a_node_in_quarantine_gets_no_experts_until_its_time_is_over() -> None:
     assert backbone.core is not None
     liar = next(each for each in swarm.nodes.values() if each is not backbone)
     until = Instant(swarm.time + seconds(60))
-    backbone.core.command(Quarantine(liar.node_id, until, "non_finite: row 3"), swarm.now())
+    verdict = VerdictInForce(liar.node_id, "quarantined", "non_finite: row 3", until)
+    backbone.core.command(FoundOut(verdict), swarm.now())
     swarm._do(backbone)
-    assert backbone.core.view().quarantined == (Quarantined(liar.node_id, until, "non_finite: row 3"),)
+    assert backbone.core.view().verdicts == (verdict,)
 
     def is_named() -> bool:
         assert backbone.core is not None
@@ -204,7 +204,7 @@ def test_a_node_in_quarantine_gets_no_experts_until_its_time_is_over() -> None:
         assert not is_named()
         swarm.run(seconds(1))
     assert swarm.run(seconds(30), is_named) < 10
-    assert backbone.core.view().quarantined == ()
+    assert backbone.core.view().verdicts == ()
 
 
 def test_a_member_that_was_found_unfit_gets_bulk_layers_only_until_it_is_certified_anew() -> None:
@@ -220,7 +220,8 @@ def test_a_member_that_was_found_unfit_gets_bulk_layers_only_until_it_is_certifi
         for each in plan.nodes
         if each != backbone.node_id and last in plan.shard_of(each).layers
     )
-    backbone.core.command(Demote(unfit.node_id, b""), swarm.now())
+    verdict = VerdictInForce(unfit.node_id, "unfit", "3 of 9 rows", Instant(swarm.time), b"")
+    backbone.core.command(FoundOut(verdict), swarm.now())
     swarm._do(backbone)
 
     def holds_output() -> bool:
@@ -236,9 +237,12 @@ def test_a_member_that_was_found_unfit_gets_bulk_layers_only_until_it_is_certifi
     certified = replace(record, verdicts=(RankVerdict("output", "verified", bytes(32)),))
     assert record.claim_digest() == b""
     assert len(certified.claim_digest()) == 32
-    assert backbone.core._is_demoted(record)
-    assert not backbone.core._is_demoted(certified)
-    assert not backbone.core._is_demoted(replace(record, accumulation="F16"))
+    assert backbone.core._verdict_on(record) == "unfit"
+    assert backbone.core._verdict_on(certified) is None
+    swarm.kill(backbone)
+    swarm.start(backbone)
+    assert backbone.core is not None
+    assert backbone.core._verdict_on(record) == "unfit", "a restart is no certificate"
 
 
 def test_what_a_node_in_quarantine_says_it_holds_does_not_count() -> None:
@@ -251,7 +255,8 @@ def test_what_a_node_in_quarantine_says_it_holds_does_not_count() -> None:
     assert plan is not None
     liar = next(swarm.nodes[each] for each in plan.nodes if each != backbone.node_id)
     until = Instant(swarm.time + seconds(60))
-    backbone.core.command(Quarantine(liar.node_id, until, "malformed"), swarm.now())
+    verdict = VerdictInForce(liar.node_id, "quarantined", "malformed", until)
+    backbone.core.command(FoundOut(verdict), swarm.now())
     answer = PlanAccept(plan.epoch, plan.term, plan.revision, plan.shard_of(liar.node_id).digest(), 1)
     backbone.core.command(HolderFailed(liar.node_id, "let it be offered the plan again"), swarm.now())
     backbone.core.drain()

@@ -12,9 +12,11 @@ from kvasir_proto.effects import Slot, SlotDamaged
 from kvasir_proto.election.elector import StoredPromises
 from kvasir_proto.election.knowledge import StoredElectorates, StoredFence
 from kvasir_proto.errors import RemoteProtocolError
-from kvasir_proto.instants import seconds
+from kvasir_proto.instants import Instant, seconds
 from kvasir_proto.messages.election import Evidence
+from kvasir_proto.node_core import FoundOut
 from kvasir_proto.stored_slots import check_readable
+from kvasir_proto.verdicts_in_force import VerdictInForce
 from tests.proto.declared import example_of
 from tests.proto.small_swarm import SmallSwarm
 
@@ -54,6 +56,11 @@ def test_what_is_signed_by_nobody_is_refused_by_name(slot: Slot) -> None:
 def test_what_a_core_persisted_is_readable() -> None:
     swarm = SmallSwarm(4)
     swarm.run(seconds(20))
+    core = swarm.node(2).core
+    assert core is not None
+    verdict = VerdictInForce(swarm.node(3).node_id, "unfit", "3 of 9 rows", Instant(swarm.time), b"")
+    core.command(FoundOut(verdict), swarm.now())
+    swarm.run(seconds(1))
     seen = {slot for node in swarm.nodes.values() for slot in node.stored}
     assert seen == set(get_args(Slot))
     for node in swarm.nodes.values():

@@ -532,7 +532,7 @@ def test_who_is_found_out_gets_no_output_layer(outcome: str) -> None:
     assert state_of(swarm, 1)[0] == "degraded"
     core = swarm.node(1).core
     assert core is not None
-    quarantined = {each.node_id for each in core.view().quarantined}
+    quarantined = {each.node_id for each in core.view().verdicts}
     assert quarantined == ({node(2), node(3)} if outcome == "quarantined" else set())
 
 
@@ -543,7 +543,7 @@ def test_who_cannot_be_challenged_gets_no_output_layer() -> None:
     assert output_holders(swarm) == {node(1)}
     core = swarm.node(1).core
     assert core is not None
-    assert not core.view().quarantined, "that is no fault of anybody's"
+    assert not core.view().verdicts, "that is no fault of anybody's"
 
 
 def test_a_node_that_calls_itself_verified_is_not() -> None:

@@ -30,9 +30,9 @@ from kvasir_proto.errors import TransportUnavailable
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.instants import Instant, seconds
 from kvasir_proto.messages.local import InviteRequest, PingRequest
-from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import sign_swarm_manifest
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_electorate, make_term_proof
+from kvasir_proto.verdicts_in_force import VerdictInForce
 from tests.node.cli.daemon_twin import twin_daemon
 from tests.node.cli.invocation import TIMEOUT_S, Outcome, call
 from tests.node.driver import test_status_report as views
@@ -93,12 +93,15 @@ def backbone(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_member_in_quarantine_says_why_and_for_how_long(tmp_path: Path) -> None:
-    entry = Quarantined(SECOND, Instant(views.NOW + seconds(540)), "malformed: not an answer")
-    members = (views.member(SECOND),)
-    document = views.document(views.view_with(members=members, quarantined=(entry,)))
-    with twin_daemon(tmp_path, document):
-        out = call("status", home=tmp_path).out
-    assert "quarantined: malformed: not an answer; planned without for another 9 min" in " ".join(out.split())
+    until = Instant(views.NOW + seconds(540))
+    for claim, ends in ((None, "for another 9 min"), (bytes(32), "until it is certified anew")):
+        entry = VerdictInForce(SECOND, "quarantined", "malformed: not an answer", until, claim)
+        members = (views.member(SECOND),)
+        document = views.document(views.view_with(members=members, verdicts=(entry,)))
+        with twin_daemon(tmp_path, document):
+            out = call("status", home=tmp_path).out
+        expected = f"quarantined: malformed: not an answer; planned without {ends}"
+        assert expected in " ".join(out.split())
 
 
 def test_a_plan_that_is_not_in_force_is_not_shown_as_if_it_were(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ async def test_who_does_not_pass_serves_no_output_layer(
         await trio.sleep(60)
         assert not any(holds_output(founder, each) for each in others)
         assert not any(own_record(each).auditor_verdicts for each in others)
-        sources = founder.duty._core.view().quarantined  # type: ignore[union-attr]
+        sources = founder.duty._core.view().verdicts  # type: ignore[union-attr]
         assert bool(sources) == (outcome == "quarantined")
 
 

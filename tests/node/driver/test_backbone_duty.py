@@ -56,11 +56,10 @@ from kvasir_proto.messages.engine import (
 from kvasir_proto.messages.local import EvaluateRequest, GenerateRequest
 from kvasir_proto.node_core import (
     AnswersSeen,
-    Demote,
+    FoundOut,
     HolderFailed,
     HolderReady,
     PlanReceived,
-    Quarantine,
     ShardLoaded,
     ShardLost,
     ShardRefused,
@@ -872,8 +871,9 @@ async def test_a_holder_that_computes_wrongly_is_quarantined_and_the_core_plans_
         assert backbone.line(faulty)["reason"] == f"{code}: row 3 is not finite"
         assert backbone.duty.report()["last_error"].endswith("row 3 is not finite")
         assert not backbone.failed(faulty), "it is not asked again"
-        (told,) = backbone.core.commanded(Quarantine)
-        assert (told.node_id, told.reason) == (faulty.node_id, f"{code}: row 3 is not finite")
+        (told,) = (each.verdict for each in backbone.core.commanded(FoundOut))
+        assert (told.node_id, told.word, told.claim) == (faulty.node_id, "quarantined", None)
+        assert told.reason == f"{code}: row 3 is not finite"
         assert QUARANTINE_FIRST - seconds(1) < told.until - now() <= QUARANTINE_FIRST
         await trio.sleep(120.0)
         backbone.issue(backbone.make(*holders))
@@ -913,15 +913,17 @@ async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
         assert isinstance(load, LoadTrunk)
         assert load.audit_path == str(model.source_path)
         await backbone.engine.say(HolderJudged(first, "unfit", "3 of 9 rows", 9, 3, 70))
-        await until(lambda: bool(backbone.core.commanded(Demote)))
-        assert backbone.core.commanded(Demote) == [Demote(first, b"")]
+        await until(lambda: bool(backbone.core.commanded(FoundOut)))
+        (told,) = (each.verdict for each in backbone.core.commanded(FoundOut))
+        assert told[:3] == (first, "unfit", "3 of 9 rows")
+        assert (told.until <= now(), told.claim) == (True, b"")
         assert backbone.line(holders[0])["state"] == "serving", "placement decides what it serves"
         await backbone.engine.say(HolderJudged(second, "quarantined", "zeros", 3, 3, 3))
         await backbone.engine.lose_holder(second, "quarantined", "zeros")
         await until(lambda: backbone.line(holders[1])["state"] == "quarantined")
-        (told,) = backbone.core.commanded(Quarantine)
-        assert (told.node_id, told.reason) == (second, "quarantined: zeros")
-        assert len(backbone.core.commanded(Demote)) == 1
+        _, told = (each.verdict for each in backbone.core.commanded(FoundOut))
+        assert told[:3] == (second, "quarantined", "quarantined: zeros")
+        assert (told.until > now(), told.claim) == (True, b""), "it is of the node as it is certified"
         shown = {each["node_id"]: each for each in backbone.duty.report()["audit"]}
         assert shown[first] == {
             "node_id": first,

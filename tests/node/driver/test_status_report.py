@@ -17,12 +17,11 @@ from kvasir_proto.answer_times import SlowHolder
 from kvasir_proto.capability import CapabilityRecord, RankVerdict, held_shard
 from kvasir_proto.election.states import Role
 from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
-from kvasir_proto.instants import Instant, milliseconds, seconds
+from kvasir_proto.instants import Duration, Instant, milliseconds, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import ExpertRange, LayerPlan, Missing, Plan, make_plan
-from kvasir_proto.quarantine import Quarantined
 from kvasir_proto.swarm_manifest import (
     FoundedSwarm,
     SwarmManifest,
@@ -31,6 +30,7 @@ from kvasir_proto.swarm_manifest import (
     sign_swarm_manifest,
 )
 from kvasir_proto.term_proof import ProvenTerm, cast_vote, make_electorate, make_term_proof
+from kvasir_proto.verdicts_in_force import VerdictInForce
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(1, 6)]
 PUBLIC_KEYS = [each.public_key().public_bytes_raw() for each in KEYS]
@@ -127,6 +127,10 @@ def served(plan: Plan, *nodes: NodeId, **changes: Any) -> NodeView:
     )
 
 
+def quarantine(reason: str, lasts: Duration) -> VerdictInForce:
+    return VerdictInForce(SECOND, "quarantined", reason, Instant(NOW + lasts))
+
+
 def document(
     view: NodeView | None = None, records: Mapping[NodeId, CapabilityRecord] | None = None, **changes: Any
 ) -> dict[str, Any]:
@@ -149,6 +153,7 @@ MEMBER_KEYS = {
         "said_state",
         "holder_state",
         "quarantined_s",
+        "verdict",
         "answers_times_slower",
         "audit",
         "version",
@@ -285,6 +290,7 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
         "said_state": "ready",
         "holder_state": None,
         "quarantined_s": None,
+        "verdict": None,
         "answers_times_slower": None,
         "audit": None,
         "version": "0.1",
@@ -314,12 +320,21 @@ def test_a_member_is_its_record_and_what_was_seen_of_it() -> None:
 
 
 def test_a_member_in_quarantine_is_shown_with_its_reason_and_its_time() -> None:
-    entry = Quarantined(SECOND, Instant(NOW + seconds(90)), "non_finite: row 3 is not finite")
-    view = view_with(members=(member(SECOND), member(THIRD)), quarantined=(entry,))
+    entry = quarantine("non_finite: row 3 is not finite", seconds(90))
+    view = view_with(members=(member(SECOND), member(THIRD)), verdicts=(entry,))
     known = {SECOND: record(SECOND, reason="its disk is slow")}
     shown, other = document(view, known)["members"]
     assert (shown["quarantined_s"], shown["reason"]) == (90.0, "non_finite: row 3 is not finite")
-    assert (other["quarantined_s"], other["reason"]) == (None, "")
+    assert shown["verdict"] == {"word": "quarantined", "reason": entry.reason, "ends": "with its time"}
+    assert (other["quarantined_s"], other["verdict"], other["reason"]) == (None, None, "")
+
+
+@pytest.mark.parametrize("word, quarantined_s", [("quarantined", 0.0), ("unfit", None)])
+def test_what_another_certificate_alone_ends_is_shown_as_that(word: Any, quarantined_s: float | None) -> None:
+    entry = VerdictInForce(SECOND, word, "3 of 9 rows", Instant(NOW - seconds(90)), bytes(32))
+    (shown,) = document(view_with(members=(member(SECOND),), verdicts=(entry,)))["members"]
+    assert shown["verdict"] == {"word": word, "reason": "3 of 9 rows", "ends": "with another certificate"}
+    assert shown["quarantined_s"] == quarantined_s
 
 
 def test_a_member_that_answers_later_than_it_says_is_shown_with_how_much_later() -> None:
@@ -359,12 +374,12 @@ def test_the_reason_is_of_that_which_the_word_says(
     """Never `unreachable: it answers`: the word of the connection with the reason of membership."""
     for said_state in (None, "ready", "degraded", "loading"):
         seen = member(SECOND, state=state, condition=condition, reason="seen")
-        fault = (Quarantined(SECOND, Instant(NOW + seconds(9)), "fault"),) if is_quarantined else ()
+        fault = (quarantine("fault", seconds(9)),) if is_quarantined else ()
         holders = [{"node_id": SECOND, "state": holder_state, "shard_bytes": 4096}]
         holders[0]["reason"] = "" if holder_state == "serving" else "connection"
         records = {SECOND: record(SECOND, state=said_state, reason="said")} if said_state else {}
         (shown,) = document(
-            view_with(members=(seen,), quarantined=fault),
+            view_with(members=(seen,), verdicts=fault),
             records,
             backbone={"holders": holders if holder_state else []},
         )["members"]
