@@ -66,6 +66,8 @@ _VERDICT_WRONG_MAX: Final = 1e-3
 """How often a swarm that differs in as many top tokens as it may would be called different by chance."""
 
 _AUDIT_TIMEOUT_S: Final = 60.0
+_AGREEMENT_TIMEOUT_S: Final = 10.0
+"""How long other electors are waited for who recompute what the backbone's audit found."""
 _EVALUATIONS_MAX: Final = 3
 _REPLANNING_S: Final = 4.0
 """How often, and how far apart, a comparison is made again in which the node that adds in F16 had no part."""
@@ -428,14 +430,20 @@ def _mixed_part(
 
 
 async def _audit_part(liar: str, planted: str, backbone: DemoNode) -> dict[str, Any]:
-    """Whom the backbone's audit has accused: waited for, since rows are looked at behind the text."""
+    """Whom the backbone's audit has accused, and how many electors who recomputed it agree by then: waited
+    for, since rows are looked at behind the text.
+    """
     deadline = time.monotonic() + _AUDIT_TIMEOUT_S
+    agreed_by = time.monotonic() + _AGREEMENT_TIMEOUT_S
     accused: list[dict[str, Any]] = []
     while time.monotonic() < deadline:
         members = (await backbone.status())["members"]
         accused = [_accusation(liar, each) for each in members if _is_accused(each)]
-        if any(each["node"] == planted for each in accused):
+        found = next((each for each in accused if each["node"] == planted), None)
+        if found is not None and (found["electors"] or time.monotonic() > agreed_by):
             break
+        if found is None:
+            agreed_by = time.monotonic() + _AGREEMENT_TIMEOUT_S
         await trio.sleep(_POLL_S)
     return {
         "planted": planted,
@@ -460,6 +468,7 @@ def _accusation(liar: str, member: dict[str, Any]) -> dict[str, Any]:
         "verdict": audit["verdict"],
         "reason": audit["reason"],
         "rows_touching_fault": audit["foreign" if is_in_single_rows else "rows_asked"],
+        "electors": member["verdict"]["electors"] if member["verdict"] is not None else 0,
     }
 
 

@@ -148,6 +148,17 @@ class CapabilityRecord:
         """What the record says of the node's fitness for this rank."""
         return next((each.verdict for each in self.verdicts if each.rank == rank), "none")
 
+    @property
+    def adds_in_f32(self) -> bool:
+        """Whether its rows are held to sums in F32: where it says so, and where it does not say."""
+        return self.accumulation in ("F32", "UNKNOWN")
+
+    @property
+    def activation_format(self) -> str:
+        """The one format in which it says that it takes rows; empty if it names none, or several."""
+        formats = {each.activation_format for each in self.classes}
+        return formats.pop() if len(formats) == 1 else ""
+
     def claim_digest(self) -> bytes:
         """The digest of the certificates that speak for the node, b"" without any: another one after it was
         certified anew.

@@ -10,9 +10,10 @@ Every frame is a fixed header of `HEADER_BYTES` and then `payload_bytes` of payl
 * ``PROGRAM``: one encoded expert program under an index that later dispatches name. Answered by a ``REPLY``.
 * ``DISPATCH``: I32 row_of_pair[n_pairs], I32 expert_of_pair[n_pairs], for sums F32 weight_of_pair[n_pairs],
   rows[n_rows, n_embd_in].
+* ``SEAL``: nothing; asks the worker to sign what it has answered so far. Answered by a ``REPLY``.
 * ``REPLY``: when the code is ``OK``, F32 rows[n_pairs, n_embd_out], or F32 sums[n_rows, n_embd_out] where
-  sums were asked for, and behind them the SHA-256 over (request, rows), or nothing where no rows were asked
-  for; else a UTF-8 sentence.
+  sums were asked for, and behind them the SHA-256 over (request, rows); `SEAL_BYTES` where a seal was asked
+  for (`audit.reply_chain`), nothing where neither was; else a UTF-8 sentence.
 
 The digest stands behind the rows so that they are under way while it is computed.
 """
@@ -35,6 +36,9 @@ HEADER_BYTES: Final = 48
 
 DIGEST_BYTES: Final = 32
 """Size of the SHA-256 behind a REPLY's rows."""
+
+SEAL_BYTES: Final = 168
+"""Size of the payload of a REPLY to a SEAL."""
 
 PAIRS_MAX: Final = 65_536
 """(row, expert) pairs in one dispatch: a ubatch of 4,096 tokens with 16 experts each."""
@@ -67,6 +71,7 @@ class FrameKind(enum.IntEnum):
     PROGRAM = 2
     DISPATCH = 3
     REPLY = 4
+    SEAL = 5
 
 
 class WireType(enum.IntEnum):
@@ -109,6 +114,12 @@ class ReplyCode(enum.IntEnum):
     PROGRAM_UNFIT = 11
     KERNEL_FAILED = 12
 
+
+_PLAIN_BYTES_MAX: Final = {
+    FrameKind.OPEN: OPEN_BYTES_MAX,
+    FrameKind.PROGRAM: PROGRAM_BYTES_MAX,
+    FrameKind.SEAL: 0,
+}
 
 # Plain numbers: an enumeration's members take a tenth of a microsecond to look up, more with cold caches.
 _F32: Final = int(WireType.F32)
@@ -158,7 +169,7 @@ class ReplyHeader(NamedTuple):
 
 
 class PlainHeader(NamedTuple):
-    """OPEN or PROGRAM; ``program`` is the index a PROGRAM frame gives to the program it carries."""
+    """OPEN, PROGRAM or SEAL; ``program`` is the index that a PROGRAM frame gives to what it carries."""
 
     kind: FrameKind
     request_id: int
@@ -309,8 +320,8 @@ def pack_refusal(request_id: int, code: ReplyCode, reason: str) -> bytes:
 
 
 def pack_plain(kind: FrameKind, request_id: int, payload: bytes, *, program: int = 0) -> bytes:
-    """A whole OPEN or PROGRAM frame."""
-    if kind not in (FrameKind.OPEN, FrameKind.PROGRAM):
+    """A whole OPEN, PROGRAM or SEAL frame."""
+    if kind not in _PLAIN_BYTES_MAX:
         raise LocalProtocolError(f"{kind!r} frames are not plain")
     header = bytearray(HEADER_BYTES)
     _COMMON.pack_into(header, 0, _MAGIC, kind, WireType.F32, 0, request_id, len(payload))
@@ -335,9 +346,8 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         return _parse_dispatch(data, _WIRE_TYPES[wire], _ANSWERS[code])
     if code:
         raise RemoteProtocolError(f"code {code} in a frame of kind {kind}", code="malformed")
-    if kind in (FrameKind.OPEN, FrameKind.PROGRAM):
-        bound = OPEN_BYTES_MAX if kind == FrameKind.OPEN else PROGRAM_BYTES_MAX
-        if payload_bytes > bound:
+    if kind in _PLAIN_BYTES_MAX:
+        if payload_bytes > _PLAIN_BYTES_MAX[FrameKind(kind)]:
             raise RemoteProtocolError(f"{FrameKind(kind).name} of {payload_bytes} bytes", code="oversize")
         (program,) = struct.unpack_from("<I", data, _COMMON.size)
         if program >= PROGRAMS_MAX:

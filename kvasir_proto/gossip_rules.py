@@ -7,6 +7,7 @@ honest node may pass on what it has no use for.
 
 from __future__ import annotations
 
+from kvasir_proto.accusation import open_any_accusation
 from kvasir_proto.admission import REVOCATION
 from kvasir_proto.capability import OpenedRecord, judge_times, open_sealed
 from kvasir_proto.codec import decode
@@ -21,12 +22,22 @@ from kvasir_proto.tolerance_certificate import AUDITOR_VERDICT, VERDICT_SIZE_MAX
 
 def is_record(data: bytes, swarm: FoundedSwarm) -> bool:
     """Whether this is what a node said of itself, a revocation by the founder's key, or what somebody says of
-    a node as an auditor: whether it is one, each receiver judges.
+    a node as an auditor or by evidence: whether it may, each receiver judges.
     """
     try:
         open_sealed(data, swarm.digest)
     except RemoteProtocolError as error:
-        return error.code == "wrong_kind" and (_is_revocation(data, swarm) or _is_verdict(data, swarm))
+        return error.code == "wrong_kind" and (
+            _is_revocation(data, swarm) or _is_verdict(data, swarm) or _is_accusation(data, swarm)
+        )
+    return True
+
+
+def _is_accusation(data: bytes, swarm: FoundedSwarm) -> bool:
+    try:
+        open_any_accusation(data, swarm.digest)
+    except RemoteProtocolError:
+        return False
     return True
 
 

@@ -19,6 +19,13 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_proto.accusations import (
+    Accusations,
+    Accuse,
+    Agreed,
+    RecomputationDue,
+    Recomputed,
+)
 from kvasir_proto.admission import (
     AdmissionBook,
     AdmissionEvent,
@@ -81,7 +88,7 @@ from kvasir_proto.membership.events import (
 )
 from kvasir_proto.membership.options import MembershipOptions
 from kvasir_proto.membership.table import Member
-from kvasir_proto.messages.certification import VerdictNotice
+from kvasir_proto.messages.certification import EvidenceReply, EvidenceRequest, VerdictNotice
 from kvasir_proto.messages.core import (
     ADMISSION_MESSAGES,
     ELECTION_MESSAGES,
@@ -148,7 +155,9 @@ INTRODUCTION_INTERVAL: Final[Duration] = milliseconds(2000)
 INTRODUCED_MAX: Final = 4096
 """Nodes of which it is remembered when they were shown it; those shown longest ago are shown it again."""
 QUARANTINE_AFTER_CHALLENGE: Final[Duration] = milliseconds(600_000)
-"""How long a node is planned without whose answers to a challenge were of wrong weights, or none."""
+"""How long a node is planned without, whatever it shows by then, that was found out by a challenge or by
+evidence."""
+_NO_TIME: Final = Duration(0)
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often the backbone looks whether an electorate was made, and how often somebody is asked who the
 backbone is, while this node knows none that lives.
@@ -250,6 +259,8 @@ NodeCommand: TypeAlias = (
     | BackboneEngineDied
     | HolderFailed
     | FoundOut
+    | Accuse
+    | Recomputed
     | AnswersSeen
     | ChallengeResult
     | AdoptProof
@@ -297,6 +308,8 @@ NodeEvent: TypeAlias = (
     | ElectionEvent
     | ChallengeDue
     | VerdictChanged
+    | RecomputationDue
+    | Agreed
     | PlanReceived
     | HolderReady
     | HolderRefused
@@ -450,6 +463,13 @@ class NodeCore:
                 now=now,
             )
         self._verification = Verification(private_key, swarm, entropy, now)
+        self._accusations = Accusations(
+            private_key,
+            swarm.digest,
+            manifest.model_digest,
+            self._claim_of,
+            may_lie=manifest.electorate == "open",
+        )
         self._offers = PlanOffers()
         with _restoring("verdicts"):
             self._verdicts = VerdictTable(stored.get("verdicts"), now)
@@ -461,6 +481,7 @@ class NodeCore:
             self._book.drain,
             self._election.drain,
             self._verification.drain,
+            self._accusations.drain,
             self._verdicts.drain,
         )
         self._deadlines = (
@@ -473,6 +494,7 @@ class NodeCore:
             self._answer_times.next_end,
             self._steadiness.next_deadline,
             self._verification.next_deadline,
+            self._accusations.next_deadline,
         )
         self._deadline: Instant | None = None
         """When anybody but membership has something to do, if that is known."""
@@ -543,6 +565,8 @@ class NodeCore:
                 self._take_answer(message, sender, now)
             elif isinstance(message, VerdictNotice):
                 self._verification.take(message.verdict, now)
+            elif isinstance(message, EvidenceRequest | EvidenceReply):
+                self._accusations.receive(message, sender, now)
         finally:
             self._settle(now)
 
@@ -556,6 +580,7 @@ class NodeCore:
             if self._book.take(data, now).code == "wrong_kind":
                 self._admission.take(data, now)
                 self._verification.take(data, now)
+                self._accusations.take(data, now)
         else:
             self._election.command(AdoptAnnouncement(data, forwarder), now)
         self._settle(now)
@@ -607,17 +632,20 @@ class NodeCore:
             case ChallengeDone() | ChallengeFailed():
                 self._verification.finish(request, now)
                 if isinstance(request, ChallengeDone) and request.word == "quarantined":
-                    record = self._book.record_of(request.node_id)
                     verdict = VerdictInForce(
                         node_id=request.node_id,
                         word=request.word,
                         reason=as_sentence(request.reason),
                         until=after(now.instant, QUARANTINE_AFTER_CHALLENGE),
-                        claim=record.claim_digest() if record is not None else b"",
+                        claim=self._claim_of(request.node_id) or b"",
                     )
                     self._note_verdict(verdict, now)
             case FoundOut(verdict):
                 self._note_verdict(verdict, now)
+            case Accuse():
+                self._accusations.accuse(request, now)
+            case Recomputed():
+                self._accusations.finish(request, now)
             case AnswersSeen(node_id, mean):
                 slow = self._answer_times.note(node_id, mean, now.instant)
                 if slow is not None:
@@ -640,9 +668,10 @@ class NodeCore:
                 core.tick(now)
         self._offers.tick(now.instant)
         self._verification.tick(now)
+        self._accusations.tick(now)
         # Both: each is to forget those whose time is over.
         if self._verdicts.let_go(now.instant) | self._answer_times.let_go(now.instant):
-            self._note_change(now.instant)
+            self._hear_of_verdict(self._node_id, now.instant)
         if self._steadiness.tick(now.instant):
             self._effects.append(Notice("backbone_engine_steady"))
             self._note_change(now.instant)
@@ -749,10 +778,19 @@ class NodeCore:
         if self._revoked_reason and not self._has_left:
             return "revoked", self._revoked_reason
         state, reason = self._state_in_swarm()
-        troubles = [each for each in (self._steadiness.reason, self._clock_trouble()) if each]
+        troubles = [
+            each for each in (self._steadiness.reason, self._clock_trouble(), self._own_verdict()) if each
+        ]
         if state in ("ready", "degraded") and troubles:
             return "degraded", as_sentence("; ".join([*([reason] if reason else []), *troubles]))
         return state, reason
+
+    def _own_verdict(self) -> str:
+        """What the swarm has found of this node, where it has."""
+        own = self._verdicts.in_force(self._node_id, self._claim_of(self._node_id))
+        if own is None or not own.n_electors:
+            return ""
+        return f"{own.n_electors} electors recomputed its rows and call it {own.word}: {own.reason}"
 
     def _clock_trouble(self) -> str:
         if self._clock_offset is None:
@@ -902,7 +940,8 @@ class NodeCore:
             case ElectorateChanged():
                 self._note_electors(now)
                 self._note_change(now.instant)
-            case TermFollowed(_, proof):
+            case TermFollowed(term, proof):
+                self._accusations.know_backbone(term.backbone)
                 self._offers.renew_proof(proof)
                 self._note_change(now.instant)
             case CredentialGained():
@@ -925,6 +964,8 @@ class NodeCore:
                 self._note_change(now.instant)
             case VerdictChanged(node_id):
                 self._hear_of_verdict(node_id, now.instant)
+            case Agreed():
+                self._take_agreed(event, now)
             case _:
                 pass
 
@@ -933,6 +974,7 @@ class NodeCore:
         self._electors = frozenset(map(node_id_of, members))
         self._admission.command(KnowElectors(members, self._election.former_electors), now)
         self._verification.know_electors(self._electors)
+        self._accusations.know_electors(self._electors)
         if self._admission.is_waiting:
             self._compare_revocations(tuple(node_id_of(each) for each in members), now)
 
@@ -1037,6 +1079,9 @@ class NodeCore:
 
     def _rank_of(self, record: CapabilityRecord) -> CandidateRank | None:
         """Its place among candidates for backbone, by what is known of it; None if it is none."""
+        verdict = self._verdicts.in_force(record.node_id, record.claim_digest())
+        if verdict is not None and verdict.n_electors:
+            return None
         is_candidate = may_be_backbone(
             record,
             self._swarm.manifest,
@@ -1370,7 +1415,7 @@ class NodeCore:
             memory_bytes = min(memory_bytes, standing.room_bytes)
         known = self._verification.verdict_of(record, "output")
         fitness = {"verified": True, "unfit": False}.get(known)
-        is_short_of_f32 = verdict == "unfit" and record.accumulation in ("F32", "UNKNOWN")
+        is_short_of_f32 = verdict == "unfit" and record.adds_in_f32
         return Place(
             node_id=node_id,
             memory_bytes=memory_bytes if _is_worker(record) else 0,
@@ -1391,6 +1436,25 @@ class NodeCore:
             self._forget_holding(verdict.node_id)
         self._note_change(now.instant)
 
+    def _take_agreed(self, agreed: Agreed, now: Now) -> None:
+        """This node has recomputed rows itself, or enough electors have: it is kept and acted upon."""
+        lasts = QUARANTINE_AFTER_CHALLENGE if agreed.word == "quarantined" else _NO_TIME
+        verdict = VerdictInForce(
+            node_id=agreed.node_id,
+            word=agreed.word,
+            reason=agreed.reason,
+            until=after(now.instant, lasts),
+            claim=agreed.claim_digest,
+            n_electors=agreed.n_electors,
+        )
+        self._note_verdict(verdict, now)
+        self._hear_of_verdict(agreed.node_id, now.instant)
+
+    def _claim_of(self, node_id: NodeId) -> bytes | None:
+        """The digest of the certificates that a node shows now; None where that is not known."""
+        record = self._book.record_of(node_id)
+        return record.claim_digest() if record is not None else None
+
     def _verdict_on(self, record: CapabilityRecord) -> AuditVerdict | None:
         """What holds of a node that shows this record."""
         verdict = self._verdicts.in_force(record.node_id, record.claim_digest())
@@ -1400,9 +1464,7 @@ class NodeCore:
         """Of every node of which something holds, in order of ids."""
         found = []
         for node_id in self._verdicts.node_ids():
-            record = self._book.record_of(node_id)
-            claim = record.claim_digest() if record is not None else None
-            verdict = self._verdicts.in_force(node_id, claim)
+            verdict = self._verdicts.in_force(node_id, self._claim_of(node_id))
             if verdict is not None:
                 found.append(verdict)
         return tuple(found)

@@ -17,7 +17,7 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Now, Persist
 from kvasir_proto.ids import NodeId, NodeIdField
 from kvasir_proto.instants import Duration, Instant, after, between, seconds
-from kvasir_proto.limits import AuditVerdict, ClaimDigest, Length, Nanoseconds
+from kvasir_proto.limits import ELECTORS_MAX, AuditVerdict, ClaimDigest, Length, Nanoseconds, Range
 from kvasir_proto.messages import Family
 from kvasir_proto.tolerance_certificate import CERTIFICATE_LIFETIME
 
@@ -40,6 +40,8 @@ class VerdictInForce(NamedTuple):
     reason: str
     until: Instant
     claim: bytes | None = None
+    n_electors: int = 0
+    """Electors who came to it by recomputing rows, where they make it the swarm's; 0: it binds us alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class KeptVerdict:
     claim: ClaimDigest | None
     until: Nanoseconds
     ends: Nanoseconds
+    n_electors: Annotated[int, Range(0, ELECTORS_MAX)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,15 @@ class VerdictTable:
                 verdict = verdict._replace(until=before.verdict.until, reason=before.verdict.reason)
             if before.verdict.word == "quarantined":
                 verdict = verdict._replace(word="quarantined")
+            if before.verdict.n_electors > verdict.n_electors:
+                verdict = verdict._replace(n_electors=before.verdict.n_electors)
         lasts = between(now.instant, verdict.until)
         lasts_at_most = lasts if verdict.claim is None else max(lasts, CERTIFICATE_LIFETIME)
         kept = KeptVerdict(
             *(verdict.node_id, verdict.word, verdict.reason, verdict.claim),
             until=max(0, after(now.wall, lasts)),
             ends=max(0, after(now.wall, lasts_at_most)),
+            n_electors=verdict.n_electors,
         )
         self._rows[key] = _Row(verdict, after(now.instant, lasts_at_most), kept)
         self._make_room()
@@ -154,9 +160,8 @@ class VerdictTable:
         lasts_at_most = min(kept.ends - now.wall, CERTIFICATE_LIFETIME)
         if lasts_at_most <= 0:
             return
-        verdict = VerdictInForce(
-            kept.node_id, kept.word, kept.reason, after(now.instant, Duration(lasts)), kept.claim
-        )
+        until = after(now.instant, Duration(lasts))
+        verdict = VerdictInForce(kept.node_id, kept.word, kept.reason, until, kept.claim, kept.n_electors)
         ends = after(now.instant, Duration(lasts_at_most))
         self._rows[verdict.node_id, verdict.claim] = _Row(verdict, ends, kept)
 

@@ -676,6 +676,10 @@ class Dispatcher:
                 holder.deadline_for(n_pairs, now_ns),
             )
         )
+        if holder.log is not None and holder.log.is_seal_due(now_ns):
+            # Behind the rows, so that its worker signs while the trunk goes on.
+            holder.ask_for_seal(self._authority.next_request_id, holder.log, now_ns)
+            self._authority.skip(1)
 
     def _submit_program(self, holder: RemoteHolder, index: int, now_ns: int) -> None:
         """Tell a holder an expert program before the first dispatch that names it."""
@@ -683,9 +687,10 @@ class Dispatcher:
             raise EngineFailed(f"the model needs more than {dispatch.PROGRAMS_MAX} expert programs")
         request_id = self._authority.next_request_id
         self._authority.skip(1)
-        frame = dispatch.pack_plain(
-            FrameKind.PROGRAM, request_id, self._programs[index].encode(), program=index
-        )
+        encoded = self._programs[index].encode()
+        frame = dispatch.pack_plain(FrameKind.PROGRAM, request_id, encoded, program=index)
+        if holder.log is not None:
+            holder.log.note_program(index, encoded)
         deadline_ns = holder.deadline_for(0, now_ns)
         holder.submit(Request(request_id, memoryview(frame), NO_PAIRS, 0, 0, 0, 0, now_ns, deadline_ns))
         holder.programs.add(index)
@@ -868,12 +873,13 @@ class Dispatcher:
         else:
             self._convict(request.pairs)
             if self._audit is not None:
-                self._show(self._audit, holder, request.pairs)
+                self._show(self._audit, holder, request)
 
-    def _show(self, audit: RowAudit, holder: RemoteHolder, pairs: PairIndices) -> None:
+    def _show(self, audit: RowAudit, holder: RemoteHolder, request: Request) -> None:
         """Let the audit have a look at the rows that have just been taken."""
         call = self._call
         program = self._programs[call.program_index]
+        pairs = request.pairs
         n_slots, are_summed = call.n_slots, self._answer is Answer.SUMS
         per_row = 1 if program.input_per_slot else n_slots
         ids = _ids_at(call.ids_address, call.n_tokens * n_slots)
@@ -898,6 +904,8 @@ class Dispatcher:
             asked,
             holder.payload_address,
             (call.n_embd_in, call.n_embd_out),
+            # Sums are no evidence: whose part of one is wrong, nobody can show.
+            lambda: None if are_summed else holder.keep_exchange(request),
         )
 
     def _bad_pairs(self, address: int, n_results: int, pairs: PairIndices) -> frozenset[int]:

@@ -31,6 +31,7 @@ from kvasir_node.backbone.session import (
 )
 from kvasir_node.backbone.token_speed import measure_token_ns
 from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
+from kvasir_node.engine.certificate import key_and_binding
 from kvasir_node.engine.channel import ControlChannel, fault_of
 from kvasir_node.engine.lease import LeaseWatch
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
@@ -64,6 +65,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderEvidenced,
     HolderJudged,
     HolderLost,
     LoadOwnShard,
@@ -247,7 +249,13 @@ class BackboneEngine:
                     from kvasir_node.backbone.row_audit import RowAudit  # 4 MB, only for who audits
 
                     whole_model = ExpertBytes(Path(message.audit_path), manifest)
-                    audit = RowAudit(manifest, whole_model.read, self._on_verdict)
+                    audit = RowAudit(
+                        manifest,
+                        whole_model.read,
+                        self._on_verdict,
+                        self._on_evidence,
+                        self._on_unaccountable,
+                    )
                 dispatcher = Dispatcher(
                     load_native_library(),
                     manifest,
@@ -318,9 +326,23 @@ class BackboneEngine:
                 verdict.node_id, verdict.word, reason, verdict.n_rows, verdict.n_foreign, n_rows_asked
             )
         )
-        if verdict.word == "quarantined" and self._dispatcher is not None:
-            self._dispatcher.remove_holder(verdict.node_id, reason)
-            self._channel.send(HolderLost(verdict.node_id, verdict.word, reason))
+        if verdict.word == "quarantined":
+            self._give_up(verdict.node_id, verdict.word, reason)
+
+    def _on_evidence(self, node_id: NodeId, evidence: bytes) -> None:
+        """What was found of a node can be shown to others. From any thread."""
+        self._channel.send(HolderEvidenced(node_id, evidence))
+
+    def _on_unaccountable(self, node_id: NodeId, code: str, reason: str) -> None:
+        """A node does not stand for what it answered. From any thread."""
+        log.warning("holder_unaccountable", node=node_id, code=code, reason=reason)
+        self._give_up(node_id, code, as_sentence(reason))
+
+    def _give_up(self, node_id: NodeId, code: str, reason: str) -> None:
+        """Ask this node for nothing more, and say so."""
+        if self._dispatcher is not None:
+            self._dispatcher.remove_holder(node_id, reason)
+            self._channel.send(HolderLost(node_id, code, reason))
             self._settle_soon()
 
     def _examine(self, holder: RemoteHolder, message: ConnectHolder, shard: ShardSet) -> None:
@@ -329,7 +351,7 @@ class BackboneEngine:
         """
         if self._audit is None or self._manifest is None:
             return
-        from kvasir_node.backbone.row_audit import Claim
+        from kvasir_node.certification.claimed_arithmetic import Claim
 
         claim = Claim(message.adds_in_f32, message.activation, message.claim_digest)
         self._audit.take_claim(message.node_id, claim)
@@ -501,6 +523,9 @@ class BackboneEngine:
             opening = Opening(epoch, term, message.proof, manifest.digest())
             holder = open_remote_holder(message.node_id, connection, opening.encode())
             try:
+                if self._audit is not None:
+                    key, binding = key_and_binding(message.certificate)
+                    holder.log = self._audit.log_of(message.node_id, key, binding, message.claim_digest)
                 self._examine(holder, message, shard)
                 dispatcher.add_holder(holder, shard, primary)
             except BaseException:

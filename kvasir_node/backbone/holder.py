@@ -7,8 +7,10 @@ It does not know what to do about a failure.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.backbone.reply_log import Exchange, ReplyLog
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
 from kvasir_proto.dispatch import FrameKind, ReplyCode, ReplyHeader
@@ -56,6 +59,9 @@ REPLY_FLOOR_NS: Final = 2_000_000_000
 PAIR_NS_MAX: Final = 1_000_000_000
 """The slowest rate that is believed: a holder that needs longer for a pair is late, whatever it says."""
 
+LAST_SEAL_S: Final = 2.0
+_LAST_REQUEST_ID: Final = (1 << 64) - 1
+
 OPEN_TIMEOUT_S: Final = 10.0
 """Longest time for the whole OPEN exchange."""
 
@@ -84,7 +90,7 @@ class Request:
 
     The pairs are those from ``start`` on in ``indices``. ``n_results`` rows come back: one a pair, or one sum
     for each row that was sent. ``abandoned``: the layer call it belonged to has failed; its reply is read and
-    dropped.
+    dropped. ``frame`` is all of it, as long as its memory is not used again.
     """
 
     request_id: int
@@ -97,6 +103,11 @@ class Request:
     submitted_ns: int
     deadline_ns: int
     abandoned: bool = False
+    is_seal: bool = False
+    frame: memoryview = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frame = self.unsent
 
     @property
     def pairs(self) -> PairIndices:
@@ -160,6 +171,8 @@ class RemoteHolder:
     window: AnswerWindow = field(default_factory=AnswerWindow)
     programs: set[int] = field(default_factory=set)
     outstanding: deque[Request] = field(default_factory=deque)
+    log: ReplyLog | None = None
+    """What it has answered, where that is audited."""
     _sending: deque[Request] = field(default_factory=deque)
     _received: int = 0
     _incoming: bytearray = field(default_factory=lambda: bytearray(_BUFFER_BYTES))
@@ -239,7 +252,11 @@ class RemoteHolder:
         self._end = dispatch.HEADER_BYTES
         if self.outstanding:
             request = self.outstanding[0]
-            self._end += dispatch.reply_payload_bytes(request.n_results, request.n_embd_out)
+            self._end += (
+                dispatch.SEAL_BYTES
+                if request.is_seal
+                else dispatch.reply_payload_bytes(request.n_results, request.n_embd_out)
+            )
             if self._end > len(self._incoming):
                 self._incoming = bytearray(self._end)
                 self._view = memoryview(self._incoming)
@@ -291,10 +308,50 @@ class RemoteHolder:
         if refusal is not None:
             reason = bytes(self._view[dispatch.HEADER_BYTES : self._end]).decode(errors="replace")
             raise RemoteProtocolError(reason, code=f"refused_{refusal.name.lower()}")
-        return self.outstanding.popleft()
+        request = self.outstanding.popleft()
+        if self.log is not None:
+            if request.is_seal:
+                self.log.take_seal(bytes(self._view[dispatch.HEADER_BYTES : self._end]))
+            elif request.n_results:
+                self.log.note_reply(bytes(self._view[self._end - dispatch.DIGEST_BYTES : self._end]))
+        return request
+
+    def keep_exchange(self, request: Request) -> Exchange | None:
+        """The request whose reply was taken last, and its rows, for an audit; None if that is impossible."""
+        if self.log is None:
+            return None
+        rows = self._view[dispatch.HEADER_BYTES : self._end - dispatch.DIGEST_BYTES]
+        return self.log.keep(request.frame, rows)
+
+    def ask_for_seal(self, request_id: int, log: ReplyLog, now_ns: int) -> None:
+        """Queue a request that the worker sign what it has answered so far."""
+        frame = memoryview(dispatch.pack_plain(FrameKind.SEAL, request_id, b""))
+        deadline_ns = self.deadline_for(0, now_ns)
+        self.submit(Request(request_id, frame, NO_PAIRS, 0, 0, 0, 0, now_ns, deadline_ns, is_seal=True))
+        log.note_asked(now_ns)
 
     def close(self) -> None:
-        """Close at once; TLS closure alerts are not waited for."""
+        """Close at once, TLS closure alerts are not waited for; where its last seal matters, behind that.
+
+        That one is waited for in a thread of its own, `LAST_SEAL_S` at most.
+        """
+        if self.log is None or not self.log.is_wanted:
+            self.connection.close()
+            return
+        try:
+            threading.Thread(target=self._seal_and_close, args=(self.log,), name="seal", daemon=True).start()
+        except RuntimeError:  # no memory or no right to another thread
+            self.connection.close()
+
+    def _seal_and_close(self, log: ReplyLog) -> None:
+        log.is_wanted = False
+        ends = time.monotonic() + LAST_SEAL_S
+        with contextlib.suppress(OSError, RemoteProtocolError):
+            if not log.is_seal_under_way:
+                self.ask_for_seal(_LAST_REQUEST_ID, log, time.monotonic_ns())
+            while self.outstanding and time.monotonic() < ends:
+                self.send_pending()
+                self.receive_reply()
         self.connection.close()
 
 

@@ -24,14 +24,18 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvasir_node.backbone.exhibits import Exhibits, Wrong
 from kvasir_node.backbone.holder import NO_PAIRS, IndexBuffer, RemoteHolder, Request
+from kvasir_node.backbone.reply_log import Exchange, ReplyLog, Segment
 from kvasir_node.backbone.waiting_rows import WaitingRows
+from kvasir_node.certification.claimed_arithmetic import Claim
 from kvasir_node.certification.row_referee import RowReferee
-from kvasir_node.kernels.activation_formats import ACTIVATION_ROUNDINGS
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
 from kvasir_proto.audit.core import NODES_MAX, AuditCore, NoteClaim, NoteFindings
+from kvasir_proto.audit.evidence import EXHIBIT_BYTES_MAX
 from kvasir_proto.audit.finding import Finding
+from kvasir_proto.audit.reply_chain import claim_in_seal
 from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.dispatch import FrameKind
 from kvasir_proto.effects import Now
@@ -45,6 +49,8 @@ log = get_logger()
 
 Float32Array = npt.NDArray[np.float32]
 
+EXCHANGES_WAITING_MAX: Final = 64
+"""With more rows that wait, a row is looked at without what it came in: 16 MB of that at most."""
 ROWS_WAITING_MAX: Final = 256
 """Copied rows that wait to be looked at: a few MB. For one more an old one is dropped, and counted."""
 BUSY_SHARE: Final = 0.015
@@ -74,29 +80,6 @@ _NEVER: Final = Now(Instant(0), WallTime(0))
 _LOWEST_PRIORITY: Final = 19
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a node says of its sums: whether they are in F32, and in which format it takes rows, by the name
-    that classes have; empty as the reference class does. `certificate` is the digest of what makes it say so.
-    """
-
-    adds_in_f32: bool = True
-    activation: str = ""
-    certificate: bytes = b""
-
-    @property
-    def form(self) -> str | None:
-        """The format by the kernels' names; None for the reference class's, or one that nobody knows."""
-        return next((each for each in ACTIVATION_ROUNDINGS if each.upper() == self.activation.upper()), None)
-
-    @property
-    def can_be_held_to(self) -> bool:
-        """Whether rows can be held to an F32 gate. Who claims what nobody can compute is judged by whether
-        rows are right at all.
-        """
-        return self.adds_in_f32 and (not self.activation or self.form is not None)
-
-
 Asked: TypeAlias = tuple[int, int, tuple[tuple[int, float], ...]]
 """Where a row that was asked lies, and which of the answers is to it; of a sum, the experts and weights that
 it is to have, none of a row.
@@ -114,6 +97,21 @@ class _Row:
     pairs: tuple[tuple[int, float], ...]
     x: Float32Array
     answer: Float32Array
+    exchange: Exchange | None
+    """What it is a pair of, where that can be evidence."""
+    pair: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A connection was sealed."""
+
+    log: ReplyLog
+    segment: Segment
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.log.node_id
 
 
 class RowAudit:
@@ -124,9 +122,13 @@ class RowAudit:
         manifest: ModelManifest,
         read: Callable[[str, int], bytes | bytearray | memoryview],
         on_verdict: Callable[[Verdict, int], None],
+        on_evidence: Callable[[NodeId, bytes], None],
+        on_unaccountable: Callable[[NodeId, str, str], None],
     ) -> None:
         """`read(tensor name, expert)` gives any expert's bytes, verified. `on_verdict` gets each verdict once
-        and how many rows had been asked of its node; it must not block.
+        and how many rows had been asked of its node, `on_evidence` what can be shown to others of a node that
+        was found out, `on_unaccountable` a node that does not stand for its answers, with a code and a
+        reason. None may block.
         """
         self._manifest = manifest
         self._referee = RowReferee(manifest, read)
@@ -135,11 +137,15 @@ class RowAudit:
         """Over the core, claims and counts: the decode thread, examinations and control's thread use them."""
         self._core = AuditCore(draws=random.SystemRandom())
         self._on_verdict = on_verdict
+        self._on_unaccountable = on_unaccountable
+        self._exhibits = Exhibits(on_evidence)
+        row_bytes = 2 * 4 * (manifest.n_embd + 1)  # a row, its answer, and what stands in the tables
+        self._rows_a_request = max(1, (EXHIBIT_BYTES_MAX - dispatch.HEADER_BYTES) // row_bytes)
         self._claims: dict[NodeId, Claim] = {}
         self._rows_asked: Counter[NodeId] = Counter()
         self._rows_examined: Counter[NodeId] = Counter()
         self._rows_dropped = 0
-        self._rows: WaitingRows[_Row] = WaitingRows(ROWS_WAITING_MAX)
+        self._rows: WaitingRows[_Row | _Sealed] = WaitingRows(ROWS_WAITING_MAX)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -155,17 +161,19 @@ class RowAudit:
         asked: Callable[[int], Asked],
         answers_address: int,
         widths: tuple[int, int],
+        keep: Callable[[], Exchange | None],
     ) -> None:
         """A node has answered: `experts` says whose row each of its F32 answers is, or has a part in a sum.
 
         `asked(place)` tells of each of them, `widths` are those of a row and of an answer. What is to be
-        looked at is copied; nothing is waited for.
+        looked at is copied; nothing is waited for. `keep()` gives the exchange that they are of.
         """
         with self._lock:
             places = self._core.choose(node_id, layer, experts)
             self._rows_asked[node_id] += len(experts)
         width_in, width_out = widths
         seen: set[int] = set()
+        exchange = keep() if places and len(self._rows) < EXCHANGES_WAITING_MAX else None
         for place in places:
             address, index, pairs = asked(place)
             if index in seen:
@@ -173,9 +181,23 @@ class RowAudit:
             seen.add(index)
             x = _copied(address, width_in)
             answer = _copied(answers_address + 4 * width_out * index, width_out)
-            self._look_later(_Row(node_id, layer, program, experts[place], pairs, x, answer))
+            row = _Row(node_id, layer, program, experts[place], pairs, x, answer, exchange, place)
+            self._look_later(row)
 
     # -- a new connection --------------------------------------------------------------------------
+
+    def log_of(self, node_id: NodeId, engine_key: bytes, binding: bytes, claim_digest: bytes) -> ReplyLog:
+        """A log for a new connection to this node's engine, whose key (DER) its node binds so."""
+        return ReplyLog(
+            node_id,
+            engine_key,
+            binding,
+            self._manifest.digest(),
+            claim_in_seal(claim_digest),
+        )
+
+    def _take_segment(self, log: ReplyLog, segment: Segment) -> None:
+        self._look_later(_Sealed(log, segment))
 
     def take_claim(self, node_id: NodeId, claim: Claim) -> None:
         """What this node says of itself from now on."""
@@ -215,32 +237,40 @@ class RowAudit:
         n_later = 0
         for _ in range(_ROUNDS_MAX):
             again: list[tuple[int, int]] = []
-            for layer, experts in _requests_of(pairs):
-                x, answers = examination.ask(layer, programs[layer], experts, draws)
+            for layer, experts in _requests_of(pairs, self._rows_a_request):
+                x, answers, exchange = examination.ask(layer, programs[layer], experts, draws)
                 with self._lock:
                     self._rows_asked[holder.node_id] += len(experts)
                     self._rows_examined[holder.node_id] += len(experts)
+                is_wrong = is_later = False
                 for expert in sorted(set(experts.tolist())):
-                    mine = experts == expert
+                    (mine,) = np.nonzero(experts == expert)
                     if time.thread_time() > ends_at or time.monotonic() > latest:
-                        for place in np.flatnonzero(mine).tolist():
-                            row = (x[place], answers[place])
+                        for place in mine.tolist():
+                            row = (x[place], answers[place], exchange, place)
                             self._look_later(_Row(holder.node_id, layer, programs[layer], expert, (), *row))
-                        n_later += int(mine.sum())
+                        is_later = True
+                        n_later += len(mine)
                         continue
                     what = (holder.node_id, layer, programs[layer], expert, x[mine], answers[mine])
                     found = self._judge(holder.node_id, partial(self._referee.judge, *what))
+                    is_wrong |= self._note_wrong(found, exchange, mine.tolist())
                     if any(each.outcome == "foreign" for each in found):
                         again.append((layer, expert))
+                if exchange is not None and not is_wrong and not is_later:
+                    exchange.log.release(exchange)
             pairs = [pair for pair in again[: EXAMINED_ROWS_MAX // _ROWS_AGAIN] for _ in range(_ROWS_AGAIN)]
             verdict = self.verdict_of(holder.node_id)
             if not pairs or (verdict is not None and verdict != known):
                 break
         if n_later:
             log.info("examination_goes_on_behind", node=holder.node_id, rows=n_later)
+        if holder.log is not None:
+            self._exhibits.take_segment(holder.log, examination.seal(holder.log))
+            holder.log.on_sealed = self._take_segment
         return self.verdict_of(holder.node_id)
 
-    def _look_later(self, row: _Row) -> None:
+    def _look_later(self, row: _Row | _Sealed) -> None:
         if self._rows.put(row.node_id, row):
             with self._lock:
                 self._rows_dropped += 1
@@ -294,19 +324,21 @@ class RowAudit:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         pace = _Pace()
         while not self._is_closing.is_set():
-            row = self._rows.get()
-            if row is None:
+            each = self._rows.get()
+            if each is None:
                 return
             with self._lock:
                 n_dropped = self._rows_dropped
             pace.note_looked(n_dropped)
             began = time.thread_time()
             try:
-                self._look_at(row)
+                self._look_at(each)
+            except RemoteProtocolError as error:
+                self._on_unaccountable(each.node_id, error.code, str(error))
             except Exception:
                 log.exception("audit_failed")  # the thread goes on: others' rows are to be looked at
             busy = time.thread_time() - began
-            self._rest(busy * (1 / self._share_for(row.node_id) - 1))
+            self._rest(busy * (1 / self._share_for(each.node_id) - 1))
 
     def _rest(self, seconds: float) -> None:
         """Until so much time has gone by, and the other threads have had as much of a processor.
@@ -331,13 +363,20 @@ class RowAudit:
         is_new = standing.n_rows < FIRST_ROWS or standing.evidence > 1
         return BUSY_SHARE_AT_FIRST if is_new else BUSY_SHARE
 
-    def _look_at(self, row: _Row) -> None:
-        what = (row.node_id, row.layer, row.program, row.expert)
+    def _look_at(self, each: _Row | _Sealed) -> None:
+        """Raises `RemoteProtocolError` where its node does not stand for what it answered."""
+        if isinstance(each, _Sealed):
+            self._exhibits.take_segment(each.log, each.segment)
+            return
+        if each.exchange is not None:
+            each.exchange.check()
+        row, what = each, (each.node_id, each.layer, each.program, each.expert)
         if row.pairs:
             judge_sum = self._referee.judge_sum
             self._judge(row.node_id, lambda form: (judge_sum(*what, row.pairs, row.x, row.answer, form),))
-        else:
-            self._judge(row.node_id, partial(self._referee.judge, *what, row.x[None], row.answer[None]))
+            return
+        found = self._judge(row.node_id, partial(self._referee.judge, *what, row.x[None], row.answer[None]))
+        self._note_wrong(found, row.exchange, [row.pair])
 
     def _judge(
         self, node_id: NodeId, judge: Callable[[str | None], tuple[Finding, ...]]
@@ -354,7 +393,20 @@ class RowAudit:
             verdicts, n_asked = self._core.drain(), self._rows_asked[node_id]
         for verdict in verdicts:
             self._on_verdict(verdict, n_asked)
+            self._exhibits.accuse(node_id)
         return found
+
+    def _note_wrong(self, found: Sequence[Finding], exchange: Exchange | None, pairs: Sequence[int]) -> bool:
+        """Put what nothing explains among the exhibits; whether there was anything."""
+        wrong = [
+            (pair, finding.request_digest)
+            for finding, pair in zip(found, pairs, strict=False)
+            if finding.outcome == "foreign"
+        ]
+        if exchange is not None:
+            for pair, digest in wrong:
+                self._exhibits.note(Wrong(exchange, pair, digest))
+        return bool(wrong)
 
 
 class _Pace:
@@ -381,14 +433,15 @@ def _used_by_others() -> float:
     return time.process_time() - time.thread_time()
 
 
-def _requests_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
-    """The experts of each layer in two requests: who gives an answer twice is honest in its first."""
+def _requests_of(pairs: Sequence[tuple[int, int]], n_max: int) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+    """The experts of each layer in two requests at least, for who gives an answer twice is honest in its
+    first; and no more rows in one than evidence may have.
+    """
     for layer in sorted({layer for layer, _ in pairs}):
         experts = np.array([expert for of, expert in pairs if of == layer], np.int32)
-        half = (len(experts) + 1) // 2
-        for part in (experts[:half], experts[half:]):
-            if len(part):
-                yield layer, part
+        size = min(n_max, (len(experts) + 1) // 2)
+        for start in range(0, len(experts), size):
+            yield layer, experts[start : start + size]
 
 
 class _Examination:
@@ -398,7 +451,7 @@ class _Examination:
         self._holder = holder
         self._manifest = manifest
         self._epoch, self._term = authority
-        self._programs: list[ExpertProgram] = []
+        self._programs: dict[ExpertProgram, int] = {}
         self._request_id = 0
 
     def ask(
@@ -407,14 +460,17 @@ class _Examination:
         program: ExpertProgram,
         experts: npt.NDArray[np.int32],
         draws: np.random.Generator,
-    ) -> tuple[Float32Array, Float32Array]:
-        """A made-up row through each of these experts, and the answers."""
+    ) -> tuple[Float32Array, Float32Array, Exchange | None]:
+        """A made-up row through each of these experts, the answers, and both as they travelled."""
         shapes = {each.suffix: each.shape for each in self._manifest.expert_tensors(layer)}
         widths = program.row_widths(shapes.get)
-        if program not in self._programs:
-            self._programs.append(program)
-            index = len(self._programs) - 1
+        index = self._programs.get(program)
+        if index is None:
+            # From behind: the dispatcher, which gets the connection afterwards, numbers them from 0.
+            index = self._programs[program] = dispatch.PROGRAMS_MAX - 1 - len(self._programs)
             told = dispatch.pack_plain(FrameKind.PROGRAM, self._next_id(), program.encode(), program=index)
+            if self._holder.log is not None:
+                self._holder.log.note_program(index, program.encode())
             self._exchange(memoryview(told), NO_PAIRS, 0, 0)
         n = len(experts)
         sizes = np.exp(draws.normal(0.0, 0.5, (n, 1)))
@@ -426,31 +482,44 @@ class _Examination:
             epoch=self._epoch,
             term=self._term,
             layer=layer,
-            program=self._programs.index(program),
+            program=index,
             n_rows=n,
             n_pairs=n,
             n_embd_in=widths[0],
         )
         frame += np.arange(n, dtype=np.int32).tobytes() + experts.tobytes() + x.tobytes()
         indices = IndexBuffer(np.arange(n, dtype=np.int32))
-        self._exchange(memoryview(frame), indices, n, widths[-1])
+        request = self._exchange(memoryview(frame), indices, n, widths[-1])
         answers = _copied(self._holder.payload_address, n * widths[-1])
-        return x, answers.reshape(n, widths[-1])
+        return x, answers.reshape(n, widths[-1]), self._holder.keep_exchange(request)
+
+    def seal(self, log: ReplyLog) -> Segment:
+        """Have the worker stand for what it answered."""
+        now_ns = time.monotonic_ns()
+        self._holder.ask_for_seal(self._next_id(), log, now_ns)
+        self._wait(self._holder.deadline_for(0, now_ns))
+        assert log.last_segment is not None
+        return log.last_segment
 
     def _next_id(self) -> int:
         self._request_id += 1
         return self._request_id
 
-    def _exchange(self, frame: memoryview, indices: IndexBuffer, n_pairs: int, width: int) -> None:
+    def _exchange(self, frame: memoryview, indices: IndexBuffer, n_pairs: int, width: int) -> Request:
         holder, now_ns = self._holder, time.monotonic_ns()
         deadline_ns = holder.deadline_for(n_pairs, now_ns)
-        request_id = self._request_id
-        holder.submit(Request(request_id, frame, indices, 0, n_pairs, n_pairs, width, now_ns, deadline_ns))
-        holder.send_pending()
-        while holder.receive_reply() is None:
+        request = Request(self._request_id, frame, indices, 0, n_pairs, n_pairs, width, now_ns, deadline_ns)
+        holder.submit(request)
+        self._wait(deadline_ns)
+        return request
+
+    def _wait(self, deadline_ns: int) -> None:
+        """Until what was submitted last is answered."""
+        self._holder.send_pending()
+        while self._holder.receive_reply() is None:
             if time.monotonic_ns() > deadline_ns:
                 raise RemoteProtocolError("no reply within its deadline", "late")
-            holder.send_pending()
+            self._holder.send_pending()
 
 
 def _copied(address: int, n_value: int) -> Float32Array:

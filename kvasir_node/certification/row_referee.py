@@ -32,6 +32,8 @@ from kvasir_proto.tolerance import EquivalenceClass, flip_chance, gate_of, has_f
 
 Float32Array = npt.NDArray[np.float32]
 
+_NUDGES_SEED: Final = 1
+
 KEPT_BYTES_MAX: Final = 64 << 20
 """Bytes of experts that are kept for the next row of theirs; one is kept however large it is."""
 
@@ -223,6 +225,20 @@ class RowReferee:
             asked.update(number.to_bytes(4, "big") + np.float32(weight).tobytes())
         asked.update(x.tobytes())
         return Finding(node_id, layer, expert, asked.digest(), outcome, residual, gate, slope, chance)
+
+    def sensitivity(self, layer: int, program: ExpertProgram, expert: int, x: Float32Array) -> float:
+        """By how much an answer moves, in relative L2, with the last bit of each value of the row `x` [width
+        in]: large where nearly everything in it cancels, and then no kernel's sums are exact.
+
+        Nothing is rounded on the way. Raises as the reference kernel does, `ValueError` for another width.
+        """
+        towards = np.random.default_rng(_NUDGES_SEED).choice([-math.inf, math.inf], len(x))
+        rows = np.stack([x, np.nextafter(x, towards.astype(np.float32))])
+        kernel = self._kernel(layer, expert, "f32")
+        kernel.add_program(program)  # raises for one that does not fit
+        right, moved = np.asarray(kernel.values(layer, program, expert, rows)[-1], np.float64)
+        size = float(np.linalg.norm(right))
+        return float(np.linalg.norm(moved - right)) / size if size else math.inf
 
     def close(self) -> None:
         """Let go of all experts."""

@@ -289,7 +289,8 @@ def _reason_of(member: dict[str, Any]) -> str:
         return str((member["audit"] or verdict or member)["reason"])
     if verdict["ends"] == "with its time":
         return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
-    return f"{member['reason']}; planned without until it is certified anew"
+    whose = f"; {verdict['electors']} electors recomputed its rows" if verdict["electors"] else ""
+    return f"{member['reason']}{whose}; planned without until it is certified anew"
 
 
 def _member_row(

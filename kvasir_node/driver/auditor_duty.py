@@ -18,13 +18,14 @@ from kvasir_node.driver.holder_duty import HolderDuty
 from kvasir_node.model.store import StoredModel
 from kvasir_node.ports import Host, SwarmCore
 from kvasir_node.telemetry import get_logger
+from kvasir_proto.accusations import RecomputationDue, Recomputed
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import EngineFailed, KvasirError, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import WallTime
 from kvasir_proto.limits import RANKS, Rank, as_sentence
 from kvasir_proto.manifest import ModelManifest, ShardSet
-from kvasir_proto.messages.engine import ChallengeHolder, HolderChallenged
+from kvasir_proto.messages.engine import ChallengeHolder, HolderChallenged, RecomputeRows, RowsRecomputed
 from kvasir_proto.messages.swarm import DataGrant, DataRequest
 from kvasir_proto.node_core import NodeEvent
 from kvasir_proto.swarm_manifest import FoundedSwarm
@@ -65,25 +66,62 @@ class AuditorDuty:
         self._holder = holder
         self._entropy = entropy
         self._wall_time = wall_time
-        self._due_in, self._due = trio.open_memory_channel[NodeId](_WAITING_MAX)
+        self._due_in, self._due = trio.open_memory_channel[ChallengeDue | RecomputationDue](_WAITING_MAX)
 
     def take_event(self, event: NodeEvent) -> None:
         """Note what the core tells; never waits."""
-        if isinstance(event, ChallengeDue):
+        if isinstance(event, ChallengeDue | RecomputationDue):
             with contextlib.suppress(trio.WouldBlock):  # the core takes it for failed after a while
-                self._due_in.send_nowait(event.node_id)
+                self._due_in.send_nowait(event)
 
     async def run(self) -> NoReturn:
-        """Challenge whom the core names, one after the other."""
-        async for node_id in self._due:
-            result: ChallengeResult
+        """Challenge and recompute what the core names, one after the other."""
+        async for due in self._due:
+            node_id = due.node_id
+            result: ChallengeResult | Recomputed
             try:
                 with trio.fail_after(CHALLENGE_TIMEOUT_S):
-                    result = await self._challenge(node_id)
+                    if isinstance(due, RecomputationDue):
+                        result = await self._recompute(due)
+                    else:
+                        result = await self._challenge(node_id)
             except (KvasirError, RemoteProtocolError, trio.TooSlowError) as error:
-                result = ChallengeFailed(node_id, as_sentence(str(error) or type(error).__name__))
+                reason = as_sentence(str(error) or type(error).__name__)
+                if isinstance(due, RecomputationDue):
+                    result = Recomputed(node_id, None, reason, 0, is_conclusive=False)
+                else:
+                    result = ChallengeFailed(node_id, reason)
             self._core.command(result)
         raise AssertionError("the channel of challenges is never closed")
+
+    async def _recompute(self, due: RecomputationDue) -> Recomputed:
+        """What the rows are that an accusation rests on. Raises `KvasirError` where that cannot be found."""
+        engine, record = self._holder.engine, self._core.record_of(due.node_id)
+        if engine is None:
+            raise EngineFailed("the worker engine is not running")
+        request = RecomputeRows(
+            request=engine.next_request(),
+            manifest_path=str(self._model.manifest_path),
+            source_path=str(self._model.source_path),
+            evidence=due.evidence,
+            adds_in_f32=record is None or record.adds_in_f32,
+            activation=record.activation_format if record is not None else "",
+        )
+        found = await engine.exchange(request, RowsRecomputed, CHALLENGE_TIMEOUT_S)
+        log.info(
+            "rows_recomputed",
+            node=due.node_id,
+            outcome=found.outcome,
+            reason=found.reason,
+            n_rows=found.n_rows,
+        )
+        return Recomputed(
+            due.node_id,
+            found.outcome if found.outcome in ("unfit", "quarantined") else None,
+            found.reason,
+            found.n_rows,
+            is_conclusive=found.outcome != "inconclusive",
+        )
 
     async def _challenge(self, node_id: NodeId) -> ChallengeResult:
         """Raises `RemoteProtocolError` for what the other says, `KvasirError` where it cannot be done."""

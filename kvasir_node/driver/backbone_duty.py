@@ -28,6 +28,7 @@ from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import EnginePort, EngineStarter, Host, SwarmCore, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, load_trunk, watch_engine
 from kvasir_node.telemetry import get_logger
+from kvasir_proto.accusations import Accuse
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
@@ -43,6 +44,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderEvidenced,
     HolderJudged,
     HolderLost,
     LoadOwnShard,
@@ -650,6 +652,8 @@ class BackboneDuty:
                         session.tokens.close()
                 case HolderJudged():
                     self._take_verdict(event)
+                case HolderEvidenced():
+                    self._accuse(event)
                 case HolderLost():
                     self._lose_connection(event.node_id, event.code, event.reason, is_engines_word=True)
                 case AnswersTimed():
@@ -692,6 +696,22 @@ class BackboneDuty:
         record = self._core.record_of(node_id)
         claim = None if not is_of_rows else record.claim_digest() if record is not None else b""
         self._core.command(FoundOut(VerdictInForce(node_id, word, as_sentence(reason), until, claim)))
+
+    def _accuse(self, shown: HolderEvidenced) -> None:
+        """What the engine's audit has found of a holder can be shown: have others look into it."""
+        judged, record = self._judged.get(shown.node_id), self._core.record_of(shown.node_id)
+        if judged is None or record is None:
+            return
+        self._core.command(
+            Accuse(
+                node_id=shown.node_id,
+                claim_digest=record.claim_digest(),
+                word=judged.verdict,
+                reason=judged.reason,
+                n_rows=judged.n_foreign,
+                evidence=shown.evidence,
+            )
+        )
 
     def _pass_on(self, token: TokenEmitted) -> None:
         session = self._sessions.get(token.session)
@@ -803,8 +823,8 @@ class BackboneDuty:
             shard=share.shard.encode(),
             primary=share.primary.encode(),
             proof=proof,
-            adds_in_f32=record is None or record.accumulation in ("F32", "UNKNOWN"),
-            activation=_format_of(record),
+            adds_in_f32=record is None or record.adds_in_f32,
+            activation=record.activation_format if record is not None else "",
             claim_digest=record.claim_digest() if record is not None else b"",
         )
         self._to_tell.pop(("holder", node_id), None)  # a removal that this connection would not survive
@@ -911,12 +931,6 @@ class BackboneDuty:
 
     async def _wait_change(self) -> None:
         await self._changed.wait()
-
-
-def _format_of(record: CapabilityRecord | None) -> str:
-    """The one format in which a node says that it takes rows; empty if it names none, or several."""
-    formats = {each.activation_format for each in record.classes} if record is not None else set()
-    return formats.pop() if len(formats) == 1 else ""
 
 
 def _shows(record: CapabilityRecord | None, plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from kvasir_proto.placement.plan import Coverage, Plan
 HolderState: TypeAlias = Literal["loading", "serving", "refused", "unreachable", "quarantined"]
 
 FAULTY_CODES: Final = frozenset(
-    {"non_finite", "shape_invalid", "malformed", "unexpected_reply", "quarantined"}
+    {"non_finite", "shape_invalid", "malformed", "unexpected_reply", "unaccountable", "quarantined"}
 )
 """Ways to lose a holder that say it computes or speaks wrongly, not that it is slow or gone."""
 

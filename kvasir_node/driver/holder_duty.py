@@ -305,8 +305,14 @@ class HolderDuty:
             raise RemoteProtocolError("no experts are held here", "no_shard")
         await self._set_fence(engine)
         token = secrets.token_bytes(16)
+        own = self._core.record_of(self._host.node_id)
         expect = ExpectDialler(
-            token, request.engine_certificate, request.role, node_id, self._now() + TOKEN_LIFETIME_NS
+            token,
+            request.engine_certificate,
+            request.role,
+            node_id,
+            self._now() + TOKEN_LIFETIME_NS,
+            own.claim_digest() if own is not None else b"",
         )
         await engine.exchange(
             expect, DiallerExpected, ENGINE_TIMEOUT_S, where=lambda each: each.token == token

@@ -296,7 +296,12 @@ def _verdict_part(verdict: VerdictInForce | None) -> dict[str, Any] | None:
     if verdict is None:
         return None
     ends = "with its time" if verdict.claim is None else "with another certificate"
-    return {"word": verdict.word, "reason": verdict.reason, "ends": ends}
+    return {
+        "word": verdict.word,
+        "reason": verdict.reason,
+        "ends": ends,
+        "electors": verdict.n_electors,
+    }
 
 
 def _audit_part(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:

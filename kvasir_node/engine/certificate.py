@@ -95,6 +95,15 @@ def verify_engine_certificate(
 
     Raises `RemoteProtocolError`: ``malformed`` for what is no certificate of ours, or as `verify_binding`.
     """
+    key, binding = key_and_binding(certificate_der)
+    return verify_binding(binding, swarm_digest, key, node_id, role)
+
+
+def key_and_binding(certificate_der: bytes) -> tuple[bytes, bytes]:
+    """An engine's key (DER) and what its node signed of it, of which nothing is checked here.
+
+    Raises `RemoteProtocolError`, ``malformed``, for what is no certificate of ours.
+    """
     try:
         with warnings.catch_warnings():
             # What a later release of the library will refuse is refused now, and not printed.
@@ -105,4 +114,4 @@ def verify_engine_certificate(
     except _NOT_A_CERTIFICATE as error:
         raise RemoteProtocolError("not an engine's certificate", code="malformed") from error
     assert isinstance(extension, x509.UnrecognizedExtension)
-    return verify_binding(extension.value, swarm_digest, key, node_id, role)
+    return key, extension.value

@@ -16,6 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
 from kvasir_proto.errors import RemoteProtocolError
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
@@ -35,6 +39,15 @@ class EngineCredentials:
         self._certificate_pem = certificate_pem
         self._private_key_pem = private_key_pem
         self._directory = directory
+        self._private_key: ec.EllipticCurvePrivateKey | None = None
+
+    def sign(self, data: bytes) -> bytes:
+        """An ECDSA signature over SHA-256 with the engine's key, as DER."""
+        if self._private_key is None:
+            key = load_pem_private_key(self._private_key_pem, None)
+            assert isinstance(key, ec.EllipticCurvePrivateKey)
+            self._private_key = key
+        return self._private_key.sign(data, ec.ECDSA(hashes.SHA256()))
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Give ``context`` the certificate and key."""

@@ -23,6 +23,7 @@ from kvasir_node.native_library import load
 from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import dispatch
+from kvasir_proto.audit.reply_chain import FIRST_LINK, next_link, next_program
 from kvasir_proto.dispatch import Answer, DispatchHeader, FrameKind, Opening, PlainHeader, ReplyCode, WireType
 from kvasir_proto.errors import KvasirError, LocalProtocolError, RemoteProtocolError
 from kvasir_proto.program import decode_program
@@ -65,7 +66,9 @@ class BackboneConnection:
         check_opening: Callable[[Opening], None],
         current_fence: Callable[[], tuple[int, int]],
         counters: ServingCounters,
+        seal: Callable[[int, bytes, bytes], bytes],
     ) -> None:
+        """`seal(number of replies, last link, digest of programs)` signs what a SEAL asks for."""
         self._connection = connection
         self._kernel = kernel
         self._kernel_lock = kernel_lock
@@ -89,6 +92,10 @@ class BackboneConnection:
         self._authority: tuple[int, int] | None = None
         self._programs: dict[int, int] = {}
         self._widths: dict[tuple[int, int], tuple[int, int]] = {}
+        self._seal = seal
+        self._n_replies = 0
+        self._link = FIRST_LINK
+        self._told = FIRST_LINK
 
     def serve(self, stop: threading.Event) -> str:
         """Answer frames until the end; return why it ended, in a few words."""
@@ -183,6 +190,9 @@ class BackboneConnection:
                 self._compute(header, size, received_ns)
                 return
             payload = bytes(memoryview(self._incoming)[dispatch.HEADER_BYTES : size])
+            if header.kind is FrameKind.SEAL:
+                self._send_seal(header.request_id, received_ns)
+                return
             if header.kind is FrameKind.OPEN:
                 self._open(payload)
             else:
@@ -204,6 +214,7 @@ class BackboneConnection:
         program = decode_program(payload)
         with self._kernel_lock:
             self._programs[index] = self._kernel.add_program(program)
+        self._told = next_program(self._told, index, payload)
 
     def _check_dispatch(self, header: DispatchHeader) -> None:
         """Judge a dispatch before its payload. Raises `RemoteProtocolError` with a reply code."""
@@ -322,19 +333,28 @@ class BackboneConnection:
         )
         whole_records = rows_end - rows_end % _TLS_RECORD_BYTES
         self._send(frame[:whole_records])
-        frame[rows_end:end] = dispatch.reply_digest(
+        digest = dispatch.reply_digest(
             memoryview(self._incoming)[:size], frame[dispatch.HEADER_BYTES : rows_end]
         )
+        frame[rows_end:end] = digest
         self._send(frame[whole_records:end])
+        self._n_replies += 1
+        self._link = next_link(self._link, digest)
 
-    def _acknowledge(self, request_id: int, received_ns: int) -> None:
+    def _send_seal(self, request_id: int, received_ns: int) -> None:
+        """Sign what was answered so far: the replies before have left already."""
+        if self._authority is None:
+            raise RemoteProtocolError("a seal before OPEN", code="not_open")
+        self._acknowledge(request_id, received_ns, self._seal(self._n_replies, self._link, self._told))
+
+    def _acknowledge(self, request_id: int, received_ns: int, payload: bytes = b"") -> None:
         """Send the reply to a frame that asks for no rows."""
-        frame = bytearray(dispatch.HEADER_BYTES)
+        frame = bytearray(dispatch.HEADER_BYTES) + payload
         dispatch.pack_reply_into(
             frame,
             request_id=request_id,
             code=ReplyCode.OK,
-            payload_bytes=0,
+            payload_bytes=len(payload),
             n_pairs=0,
             received_ns=received_ns,
             compute_ns=0,

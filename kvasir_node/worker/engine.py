@@ -40,6 +40,7 @@ from kvasir_node.model.manifest_file import read_manifest
 from kvasir_node.system_words import in_words
 from kvasir_node.telemetry import get_logger
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
+from kvasir_proto.audit.reply_chain import Seal, claim_in_seal, sign_seal
 from kvasir_proto.dispatch import Opening
 from kvasir_proto.errors import KvasirError, LocalProtocolError, PortInUse, RemoteProtocolError
 from kvasir_proto.ids import NodeId
@@ -59,6 +60,7 @@ from kvasir_proto.messages.engine import (
     LoadShard,
     MeasureExperts,
     QueryStatistics,
+    RecomputeRows,
     SetFence,
     ShardLoaded,
 )
@@ -98,6 +100,7 @@ class _Loaded:
 class _ExpectedDialler:
     node_id: NodeId
     certificate: bytes
+    claim_digest: bytes
     expires_boottime_ns: int
 
 
@@ -136,6 +139,10 @@ class WorkerEngine:
             case ChallengeHolder():
                 threading.Thread(
                     target=self._challenge, args=(message,), name="challenge", daemon=True
+                ).start()
+            case RecomputeRows():
+                threading.Thread(
+                    target=self._recompute, args=(message,), name="recompute", daemon=True
                 ).start()
             case Listen():
                 self._listen(message)
@@ -204,6 +211,17 @@ class WorkerEngine:
             answer = fault_of(message.request, error, "not_challenged")
         self._channel.send(answer)
 
+    def _recompute(self, message: RecomputeRows) -> None:
+        from kvasir_node.worker.recomputation import recompute  # only electors do
+
+        try:
+            with self._certifying_lock:
+                answer: EngineMessage = recompute(message)
+        except Exception as error:  # a thread that ends in silence leaves control waiting for its deadline
+            log.warning("recomputation_failed", exc_info=not isinstance(error, _EXPECTED_ERRORS))
+            answer = fault_of(message.request, error, "not_recomputed")
+        self._channel.send(answer)
+
     def _replace(self, loaded: _Loaded) -> None:
         """Serve new connections from this shard; those of the one before go on until they end.
 
@@ -258,7 +276,7 @@ class WorkerEngine:
             while len(self._expected) >= DIALLERS_EXPECTED_MAX:
                 self._expected.pop(next(iter(self._expected)))
             self._expected[message.token] = _ExpectedDialler(
-                message.node_id, message.certificate, message.expires_boottime_ns
+                message.node_id, message.certificate, message.claim_digest, message.expires_boottime_ns
             )
         self._channel.send(DiallerExpected(message.token))
 
@@ -308,7 +326,7 @@ class WorkerEngine:
             self._connections.add(connection)
             connection.do_handshake()
             check_pinned(connection, hashlib.sha256(certificate).digest())
-            reason = self._serve_from_shard(connection)
+            reason = self._serve_from_shard(connection, expected.claim_digest)
         except (OSError, RemoteProtocolError) as error:
             reason = in_words(error)
         finally:
@@ -323,8 +341,8 @@ class WorkerEngine:
             else:
                 log.info("connection_ended", node=node_id, reason=reason)
 
-    def _serve_from_shard(self, connection: ssl.SSLSocket) -> str:
-        """Serve a backbone from the shard that is loaded now; why it ended."""
+    def _serve_from_shard(self, connection: ssl.SSLSocket, claim_digest: bytes) -> str:
+        """Serve a backbone from the shard that is loaded now, as a node with that claim; why it ended."""
         with self._loading_lock:
             loaded = self._loaded
             if loaded is None:
@@ -338,6 +356,11 @@ class WorkerEngine:
                 lambda opening: self._check_opening(opening, loaded.model_digest),
                 lambda: self._fence,
                 self._counters,
+                lambda n_replies, link, programs: sign_seal(
+                    Seal(n_replies, link, programs, claim_in_seal(claim_digest)),
+                    loaded.model_digest,
+                    self._credentials.sign,
+                ),
             ).serve(self._stop)
         finally:
             with self._loading_lock:

@@ -1,15 +1,17 @@
-"""How an auditor tells a node what it found, so that the node can show it to everybody.
+"""What nodes say to each other about how others compute: an auditor's verdict, and evidence of wrong rows.
 
 A verdict that verifies goes to the node alone, which carries it in its record; one that does not is gossiped,
-since nobody would show it of himself. It is believed for its signature, not its sender.
+since nobody would show it of himself. Accusations are gossiped too; the evidence for one is asked for by
+whoever would check it. All of it is believed for its signatures, not its sender.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, TypeAlias
+from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
-from kvasir_proto.limits import Length
+from kvasir_proto.audit.evidence import EVIDENCE_SIZE_MAX, EvidenceBytes
+from kvasir_proto.limits import Digest, Length
 from kvasir_proto.messages import Family
 
 
@@ -21,6 +23,24 @@ class VerdictNotice:
     verdict: Annotated[bytes, Length(1, 1024)]
 
 
-CertificationMessage: TypeAlias = VerdictNotice
+@dataclass(frozen=True, slots=True)
+class EvidenceRequest:
+    """Asks whoever signed an accusation for the evidence that it names."""
 
-CERTIFICATION: Final[Family[CertificationMessage]] = Family("certification", (VerdictNotice,), 2048)
+    kind: ClassVar[str] = "evidence_request"
+    evidence: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceReply:
+    """Encoded `RowEvidence` that was asked for."""
+
+    kind: ClassVar[str] = "evidence_reply"
+    evidence: EvidenceBytes
+
+
+CertificationMessage: TypeAlias = VerdictNotice | EvidenceRequest | EvidenceReply
+
+CERTIFICATION: Final[Family[CertificationMessage]] = Family(
+    "certification", get_args(CertificationMessage), EVIDENCE_SIZE_MAX + 1024
+)

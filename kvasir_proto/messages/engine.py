@@ -9,8 +9,9 @@ once carries something that the answer repeats: a `request` number, a token, a n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import ClassVar, Final, Literal, TypeAlias, get_args
 
+from kvasir_proto.audit.evidence import EvidenceBytes
 from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, Term
 from kvasir_proto.limits import (
     ENGINE_FRAME_SIZE_MAX,
@@ -18,6 +19,7 @@ from kvasir_proto.limits import (
     CertificateDer,
     ChunkSizes,
     ChunkTimes,
+    ClaimDigest,
     Count,
     Digest,
     Document,
@@ -27,7 +29,6 @@ from kvasir_proto.limits import (
     Host,
     Kernel,
     LayerCount,
-    Length,
     Milliseconds,
     Nanoseconds,
     OneTimeToken,
@@ -254,7 +255,10 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class ExpectDialler:
-    """Accept one data connection with this token from the engine with this certificate, until it expires."""
+    """Accept one data connection with this token from the engine with this certificate, until it expires.
+
+    `claim_digest` is that of the certificates that our node shows now: what it is held to on that connection.
+    """
 
     kind: ClassVar[str] = "expect_dialler"
     token: OneTimeToken
@@ -262,6 +266,7 @@ class ExpectDialler:
     role: Role
     node_id: NodeIdField
     expires_boottime_ns: Nanoseconds
+    claim_digest: ClaimDigest = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +313,33 @@ class HolderChallenged:
     n_rows: Count
     n_flipped: Count
     evidence: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeRows:
+    """Recompute the rows of this evidence (encoded `RowEvidence`, checked), and say what they are.
+
+    What its node claims of its arithmetic is said as in `ConnectHolder`.
+    """
+
+    kind: ClassVar[str] = "recompute_rows"
+    request: Sequence63
+    manifest_path: FilePath
+    source_path: FilePath
+    evidence: EvidenceBytes
+    adds_in_f32: bool
+    activation: OptionalWord
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRecomputed:
+    """The answer to `RecomputeRows`: `n_rows` of them are wrong, and that is what follows."""
+
+    kind: ClassVar[str] = "rows_recomputed"
+    request: Sequence63
+    outcome: Literal["unfit", "quarantined", "right", "inconclusive"]
+    reason: Sentence
+    n_rows: Count
 
 
 # --- backbone -----------------------------------------------------------------------------------------------
@@ -390,7 +422,7 @@ class ConnectHolder:
     proof: ProofBytes
     adds_in_f32: bool = True
     activation: OptionalWord = ""
-    claim_digest: Annotated[bytes, Length(0, 32)] = b""
+    claim_digest: ClaimDigest = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +465,15 @@ class HolderJudged:
     n_rows: Count
     n_foreign: Count
     n_rows_asked: Count
+
+
+@dataclass(frozen=True, slots=True)
+class HolderEvidenced:
+    """What was found of a node that was judged can be shown to others: encoded `RowEvidence`."""
+
+    kind: ClassVar[str] = "holder_evidenced"
+    node_id: NodeIdField
+    evidence: EvidenceBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +633,8 @@ EngineMessage: TypeAlias = (
     | KernelCertified
     | ChallengeHolder
     | HolderChallenged
+    | RecomputeRows
+    | RowsRecomputed
     | Listen
     | Listening
     | ExpectDialler
@@ -603,6 +646,7 @@ EngineMessage: TypeAlias = (
     | HolderLost
     | AnswersTimed
     | HolderJudged
+    | HolderEvidenced
     | RemoveHolder
     | LoadOwnShard
     | OwnShardLoaded

@@ -593,7 +593,13 @@ def run_worker_connection(data: bytes) -> None:
         ours.sendall(_stream_of(script, width))
         ours.shutdown(socket.SHUT_WR)
         connection = BackboneConnection(
-            theirs, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters()
+            theirs,
+            kernel,
+            threading.Lock(),
+            lambda opening: None,
+            lambda: (0, 1),
+            ServingCounters(),
+            lambda n_replies, link, programs: bytes(dispatch.SEAL_BYTES),
         )
         reason = connection.serve(threading.Event())
         theirs.shutdown(socket.SHUT_WR)

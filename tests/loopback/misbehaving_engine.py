@@ -275,6 +275,7 @@ class MisbehavingConnection(BackboneConnection):
         check_opening: Callable[[Opening], None],
         current_fence: Callable[[], tuple[int, int]],
         counters: ServingCounters,
+        seal: Callable[[int, bytes, bytes], bytes],
     ) -> None:
         saboteur = Saboteur(cast(ssl.SSLSocket, connection), _directory())
         super().__init__(
@@ -284,6 +285,7 @@ class MisbehavingConnection(BackboneConnection):
             check_opening,
             lambda: _FUTURE_FENCE if saboteur.due is Fault.WRONG_TERM else current_fence(),
             counters,
+            seal,
         )
 
 

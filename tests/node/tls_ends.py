@@ -6,6 +6,7 @@ import functools
 import socket
 import ssl
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.engine.tls import EngineCredentials, pinned_context
+from kvasir_proto.audit.reply_chain import Seal, claim_in_seal, sign_seal
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,30 @@ class EngineEnd:
 
     credentials: EngineCredentials
     certificate: bytes
+    key: bytes
 
 
-def make_engine_end(binding: bytes = b"no binding") -> EngineEnd:
+def make_engine_end(bind: Callable[[bytes], bytes] = lambda key: b"no binding") -> EngineEnd:
     """A fresh key and certificate; key files pass through the system's directory for temporary files."""
     key = EngineKey.generate()
-    certificate = key.certificate(binding)
+    certificate = key.certificate(bind(key.public_der))
     credentials = EngineCredentials(
         certificate.public_bytes(Encoding.PEM), key.private_pem, Path(tempfile.gettempdir())
     )
-    return EngineEnd(credentials, certificate.public_bytes(Encoding.DER))
+    return EngineEnd(credentials, certificate.public_bytes(Encoding.DER), key.public_der)
+
+
+def seals_of(
+    end: EngineEnd, model_digest: bytes = bytes(32), claim_digest: bytes = b""
+) -> Callable[[int, bytes, bytes], bytes]:
+    """What a worker's connection signs seals with."""
+    claim = claim_in_seal(claim_digest)
+    return lambda n, link, told: sign_seal(Seal(n, link, told, claim), model_digest, end.credentials.sign)
+
+
+def no_seals(n_replies: int, link: bytes, programs: bytes) -> bytes:
+    """For a worker that is asked for none."""
+    raise AssertionError("nobody asked for a seal")
 
 
 @functools.cache

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from kvasir_proto.accusation import ACCUSATION
 from kvasir_proto.admission import ADMISSION_KEPT, CREDENTIAL, INVITE, REDEMPTION, REVOCATION
+from kvasir_proto.audit.evidence import ROW_EVIDENCE
 from kvasir_proto.capability import CAPABILITY
 from kvasir_proto.certificate import ENGINE_BINDING
 from kvasir_proto.election.configuration import LINK, NOMINATION, PROPOSAL, RECOVERY
@@ -63,6 +65,8 @@ FAMILIES: tuple[Family[Any], ...] = (
     RECORDS,
     RECORDS_KEPT,
     VERDICTS_KEPT,
+    ROW_EVIDENCE,
+    ACCUSATION,
     ADMISSION,
     INVITE,
     REDEMPTION,

@@ -17,6 +17,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvasir_proto.accusations import RecomputationDue, Recomputed
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import FetchRecord, Notice, Now, Persist, Publish, Send, Slot
@@ -117,6 +118,10 @@ class SmallNode:
         return self.capability.node_id
 
 
+def _not_recomputed(_elector: NodeId, due: RecomputationDue) -> Recomputed:
+    return Recomputed(due.node_id, None, "nobody knows how", 0, is_conclusive=False)
+
+
 def _not_challenged(_auditor: NodeId, challenged: NodeId) -> ChallengeResult:
     return ChallengeFailed(challenged, "nobody knows how")
 
@@ -141,6 +146,8 @@ class SmallSwarm:
         """What messages to a node take longer than to others."""
         self.challenge: Callable[[NodeId, NodeId], ChallengeResult] = _not_challenged
         """What comes of it when the one challenges the other."""
+        self.recompute: Callable[[NodeId, RecomputationDue], Recomputed] = _not_recomputed
+        """What an elector finds when it recomputes rows."""
         self._published: dict[tuple[str, bytes], int] = {}
         self.nominees = [self._id_of(number) for number in range(1, 10)]
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -239,6 +246,9 @@ class SmallSwarm:
                 case ChallengeDue(challenged):
                     node.told.append(effect)
                     self._later(node, LOADING, self._challenge(node, challenged))
+                case RecomputationDue():
+                    node.told.append(effect)
+                    self._later(node, LOADING, self._recompute(node, effect))
                 case PlanReceived(plan, _):
                     node.told.append(effect)
                     self._later(node, LOADING, self._load(node, plan))
@@ -255,6 +265,10 @@ class SmallSwarm:
 
     def _challenge(self, node: SmallNode, challenged: NodeId) -> Callable[[NodeCore], None]:
         result = self.challenge(node.node_id, challenged)
+        return lambda core: core.command(result, self.now(node))
+
+    def _recompute(self, node: SmallNode, due: RecomputationDue) -> Callable[[NodeCore], None]:
+        result = self.recompute(node.node_id, due)
         return lambda core: core.command(result, self.now(node))
 
     def _tick(self, node: SmallNode) -> Callable[[NodeCore], None]:

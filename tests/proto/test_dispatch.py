@@ -282,7 +282,7 @@ def test_headers_are_read_from_any_buffer(kind: type) -> None:
     [
         (edited(dispatch_frame(), 3, "<B", ord("2")), "malformed"),
         (edited(dispatch_frame(), 4, "<B", 0), "malformed"),
-        (edited(dispatch_frame(), 4, "<B", 5), "malformed"),
+        (edited(dispatch_frame(), 4, "<B", 6), "malformed"),
         (edited(dispatch_frame(), 5, "<B", len(WireType)), "malformed"),
         (edited(reply_frame(), 5, "<B", WireType.Q8_0), "malformed"),
         (edited(pack_plain(FrameKind.OPEN, 1, b""), 5, "<B", WireType.Q8_0), "malformed"),
@@ -305,6 +305,7 @@ def test_headers_are_read_from_any_buffer(kind: type) -> None:
         (pack_plain(FrameKind.OPEN, 1, bytes(OPEN_BYTES_MAX + 1)), "oversize"),
         (pack_plain(FrameKind.PROGRAM, 1, bytes(PROGRAM_BYTES_MAX + 1)), "oversize"),
         (pack_plain(FrameKind.PROGRAM, 1, b"", program=PROGRAMS_MAX), "oversize"),
+        (pack_plain(FrameKind.SEAL, 1, b"x"), "oversize"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(frame: bytes, code: str) -> None:
@@ -423,6 +424,7 @@ def test_frames_have_the_bytes_they_always_had(pytestconfig: pytest.Config) -> N
     found = {
         "open": pack_plain(FrameKind.OPEN, 1, Opening(0, 1, b"proof", bytes(range(32))).encode()).hex(),
         "program": pack_plain(FrameKind.PROGRAM, 2, b"program", program=3).hex(),
+        "seal": pack_plain(FrameKind.SEAL, 4, b"").hex(),
         "dispatch": dispatch_frame(epoch=9, layer=11).hex(),
         "dispatch_for_sums": dispatch_frame(epoch=9, layer=11, answer=Answer.SUMS).hex(),
         "reply": reply_frame().hex(),

@@ -76,7 +76,7 @@ def test_wrong_rows_are_over_with_other_certificates_and_not_before_their_time(w
     assert table.in_force(FIRST, None) == found, "who shows nothing was not certified anew"
     assert not table.let_go(Instant(WEEK - 1))
     assert table.in_force(FIRST, CLAIM) == found, "no time ends it as long as its certificates are good"
-    assert table.next_end() == WEEK
+    assert table.next_end() == Instant(WEEK)
     assert table.let_go(Instant(WEEK))
     assert (table.in_force(FIRST, CLAIM), table.node_ids(), table.next_end()) == (None, (), None)
 
@@ -146,7 +146,7 @@ def test_a_clock_that_is_wrong_makes_no_verdict_last_for_ever(wall: int) -> None
 def test_no_fault_is_set_for_longer_than_a_day() -> None:
     table = VerdictTable(None, at(0))
     table.add(verdict(FIRST, 1 << 62), at(0))
-    assert table.next_end() == SET_TIME_MAX
+    assert table.next_end() == Instant(SET_TIME_MAX)
 
 
 @pytest.mark.parametrize("damage", [b"", b"no", bytes(64)])

@@ -22,6 +22,7 @@ from kvasir_node.backbone import holder as holder_module
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder
 from kvasir_node.backbone.hook import DecodeAborted
+from kvasir_node.backbone.reply_log import Exchange
 from kvasir_node.backbone.row_audit import Asked
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
@@ -118,6 +119,7 @@ class NotedRows:
 
     def __init__(self) -> None:
         self.seen: list[tuple[NodeId, int, int, list[float], list[float]]] = []
+        self.exchanges: list[Exchange | None] = []
         self.of_sums: list[tuple[tuple[int, float], ...]] = []
 
     def note_rows(
@@ -129,7 +131,9 @@ class NotedRows:
         asked: Callable[[int], Asked],
         answers_address: int,
         widths: tuple[int, int],
+        keep: Callable[[], Exchange | None],
     ) -> None:
+        self.exchanges.append(keep())
         width_in, width_out = widths
         for place, expert in enumerate(experts):
             x_address, index, pairs = asked(place)

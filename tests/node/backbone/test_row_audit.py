@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvasir_node.backbone import row_audit
+from kvasir_node.backbone import reply_log, row_audit
+from kvasir_node.backbone.dispatcher import Dispatcher
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
-from kvasir_node.backbone.row_audit import Asked, Claim, RowAudit
+from kvasir_node.backbone.hook import LayerCall
+from kvasir_node.backbone.row_audit import Asked, RowAudit
 from kvasir_node.certification.certify import expert_program
+from kvasir_node.certification.claimed_arithmetic import Claim
 from kvasir_node.certification.crafted_weights import random_rows
+from kvasir_node.certification.row_referee import RowReferee
 from kvasir_node.certification.synthetic_model import ExpertShape, SyntheticExperts, compute
+from kvasir_node.engine.certificate import key_and_binding
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.kernels.liars import LIES, Lie, wrong_expert_of
 from kvasir_node.kernels.port import ExpertKernel
+from kvasir_node.native_library import load
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
+from kvasir_proto.audit.evidence import ROWS_NEEDED, ShownRow, open_evidence
 from kvasir_proto.audit.verdict import Verdict
-from kvasir_proto.dispatch import Opening
+from kvasir_proto.certificate import bind_engine
+from kvasir_proto.dispatch import SEAL_BYTES, Opening
 from kvasir_proto.errors import RemoteProtocolError
-from kvasir_proto.ids import node_id_of
+from kvasir_proto.ids import SwarmDigest, node_id_of
 from tests.audited_rows import liar, sum_of
-from tests.node.tls_ends import tls_pair
+from tests.node.tls_ends import EngineEnd, make_engine_end, seals_of, tls_pair, worker_end
 
-NODE = node_id_of(b"\1" * 32)
+NODE_KEY = Ed25519PrivateKey.from_private_bytes(bytes([1]) * 32)
+NODE = node_id_of(NODE_KEY.public_key().public_bytes_raw())
+SWARM = SwarmDigest(bytes([2]) * 32)
+CLAIM = bytes([3]) * 32
 SHAPE = ExpertShape(64, 64)
 N_EXPERT = 8
 
@@ -52,8 +64,14 @@ class Audited:
 
     def __init__(self, kind: type[RowAudit] = RowAudit) -> None:
         self.verdicts: list[tuple[Verdict, int]] = []
+        self.evidence: list[bytes] = []
+        self.unaccountable: list[tuple[str, str]] = []
         self.audit = kind(
-            EXPERTS.manifest, EXPERTS.read, lambda verdict, n_asked: self.verdicts.append((verdict, n_asked))
+            EXPERTS.manifest,
+            EXPERTS.read,
+            on_verdict=lambda verdict, n_asked: self.verdicts.append((verdict, n_asked)),
+            on_evidence=lambda node_id, evidence: self.evidence.append(evidence),
+            on_unaccountable=lambda node_id, code, reason: self.unaccountable.append((code, reason)),
         )
 
     def show(self, kernel: ExpertKernel, n_rows: int, *, seed: int = 0, expert: int = 0) -> None:
@@ -68,6 +86,7 @@ class Audited:
             lambda place: (x.ctypes.data + 4 * SHAPE.n_embd * place, place, ()),
             answers.ctypes.data,
             (SHAPE.n_embd, SHAPE.n_embd),
+            lambda: None,
         )
 
     def wait_idle(self) -> None:
@@ -96,12 +115,21 @@ def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Audited]:
     found.audit.close()
 
 
+def bound_end() -> EngineEnd:
+    return make_engine_end(lambda key: bind_engine(NODE_KEY, SWARM, key, "worker", 1))
+
+
+END = bound_end()
+Seals: TypeAlias = Callable[[int, bytes, bytes], bytes]
+
+
 @contextmanager
-def served(kernel: ExpertKernel) -> Iterator[RemoteHolder]:
+def served(kernel: ExpertKernel, seal: Seals | None = None) -> Iterator[RemoteHolder]:
     """A connection to a worker with this kernel."""
     client, server = tls_pair()
+    seal = seal or seals_of(END, EXPERTS.manifest.digest(), CLAIM)
     connection = BackboneConnection(
-        server, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters()
+        server, kernel, threading.Lock(), lambda opening: None, lambda: (0, 1), ServingCounters(), seal
     )
     stop = threading.Event()
     thread = threading.Thread(target=connection.serve, args=(stop,))
@@ -117,9 +145,14 @@ def served(kernel: ExpertKernel) -> Iterator[RemoteHolder]:
         kernel.close()
 
 
-def examined(audit: RowAudit, kernel: ExpertKernel) -> Verdict | None:
-    with served(kernel) as holder:
+def examined(audit: RowAudit, kernel: ExpertKernel, seal: Seals | None = None) -> Verdict | None:
+    with served(kernel, seal) as holder:
+        holder.log = audit.log_of(NODE, *key_and_binding(END.certificate), CLAIM)
         return audit.examine(holder, SHARD, PROGRAMS, (0, 1))
+
+
+def opened(evidence: bytes) -> tuple[ShownRow, ...]:
+    return open_evidence(evidence, NODE, CLAIM, SWARM, EXPERTS.manifest.digest())
 
 
 def test_an_honest_holder_passes_its_examination_and_every_expert_was_asked(audited: Audited) -> None:
@@ -138,6 +171,125 @@ def test_a_liar_is_found_before_it_is_asked_for_anything_that_counts(audited: Au
     assert verdict.word in (("unfit", "quarantined") if lie == "f16" else ("quarantined",))
     assert [each for each, _ in audited.verdicts] == [verdict]
     assert audited.verdicts[0][1] <= 64
+    (evidence,) = audited.evidence
+    shown = opened(evidence)
+    assert len(shown) >= ROWS_NEEDED
+    referee = RowReferee(EXPERTS.manifest, EXPERTS.read)
+    for row in shown:
+        x, answer = (np.frombuffer(each, np.float32)[None] for each in (row.x, row.answer))
+        (finding,) = referee.judge(NODE, row.layer, row.program, row.expert, x, answer)
+        assert finding.outcome == "foreign", "who recomputes it finds the same"
+    referee.close()
+
+
+def test_an_honest_holder_is_sealed_and_nothing_is_shown_of_it(audited: Audited) -> None:
+    assert examined(audited.audit, EXPERTS.load(GgmlCpuKernel)) is None
+    assert (audited.evidence, audited.unaccountable) == ([], [])
+
+
+GOOD_SEALS = seals_of(END, EXPERTS.manifest.digest(), CLAIM)
+UNACCOUNTABLE: dict[str, tuple[Seals, str]] = {
+    "another engine's key": (seals_of(worker_end(), EXPERTS.manifest.digest(), CLAIM), "unaccountable"),
+    "another model": (seals_of(END, bytes(32), CLAIM), "unaccountable"),
+    "other certificates": (seals_of(END, EXPERTS.manifest.digest(), b""), "stale_claim"),
+    "nothing": (lambda n_replies, link, told: bytes(SEAL_BYTES), "unaccountable"),
+    "another number": (
+        lambda n_replies, link, told: GOOD_SEALS(n_replies + 1, link, told),
+        "unaccountable",
+    ),
+    "other replies": (
+        lambda n_replies, link, told: GOOD_SEALS(n_replies, told, told),
+        "unaccountable",
+    ),
+    "other programs": (
+        lambda n_replies, link, told: GOOD_SEALS(n_replies, link, link),
+        "unaccountable",
+    ),
+    "a part of a seal": (lambda n_replies, link, told: bytes(7), "shape_invalid"),
+}
+
+
+@pytest.mark.parametrize("what", UNACCOUNTABLE)
+def test_who_does_not_stand_for_its_answers_is_not_asked_for_any(audited: Audited, what: str) -> None:
+    seal, code = UNACCOUNTABLE[what]
+    with pytest.raises(RemoteProtocolError) as raised:
+        examined(audited.audit, EXPERTS.load(GgmlCpuKernel), seal)
+    assert raised.value.code == code
+    assert (audited.verdicts, audited.evidence) == ([], [])
+
+
+class Sessions:
+    """A worker that a dispatcher asks, and its audit."""
+
+    def __init__(self, audited: Audited, holder: RemoteHolder) -> None:
+        self.holder = holder
+        holder.log = audited.audit.log_of(NODE, *key_and_binding(END.certificate), CLAIM)
+        holder.log.on_sealed = audited.audit._take_segment
+        self.dispatcher = Dispatcher(
+            load(),
+            EXPERTS.manifest,
+            [expert_program()],
+            on_holder_lost=lambda *lost: None,
+            on_answers_timed=lambda *timed: None,
+            audit=audited.audit,
+        )
+        self.dispatcher.set_authority(0, 1)
+        self.dispatcher.add_holder(holder, SHARD, SHARD)
+
+    def ask(self, seed: int) -> None:
+        """One token through two experts."""
+        x = np.random.default_rng(seed).standard_normal((1, SHAPE.n_embd)).astype(np.float32)
+        ids = np.array([seed % N_EXPERT, (seed + 1) % N_EXPERT], np.int32)
+        out = np.zeros((2, SHAPE.n_embd), np.float32)
+        n = SHAPE.n_embd
+        addresses = x.ctypes.data, ids.ctypes.data, out.ctypes.data, 0
+        self.dispatcher(LayerCall(0, 0, 1, 2, n, n, 1, 0, *addresses))
+
+
+@pytest.mark.parametrize("is_seal_late", [False, True])
+def test_what_is_found_behind_the_text_can_be_shown_once_it_is_sealed(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch, is_seal_late: bool
+) -> None:
+    """With seals as they come, and with none before the connection is closed."""
+    monkeypatch.setattr(reply_log, "SEAL_INTERVAL_NS", 1 << 62 if is_seal_late else 0)
+    with served(EXPERTS.load(liar("scaled"))) as holder:
+        sessions = Sessions(audited, holder)
+        for seed in range(200):
+            sessions.ask(seed)
+            if audited.verdicts:
+                break
+        wait_for(lambda: bool(audited.verdicts))
+        assert bool(audited.evidence) <= (not is_seal_late)
+        if not is_seal_late:
+            sessions.ask(1000)  # behind it the seal is asked for
+            sessions.ask(1001)
+        sessions.dispatcher.remove_holder(NODE, "it was found out")
+        sessions.dispatcher.settle()
+        wait_for(lambda: bool(audited.evidence))
+    assert len(opened(audited.evidence[0])) >= ROWS_NEEDED
+    assert len(audited.evidence) == 1
+    assert not audited.unaccountable
+
+
+def test_a_digest_of_other_rows_is_found_where_they_are_looked_at(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, served(EXPERTS.load(GgmlCpuKernel)) as holder:
+        patched.setattr(
+            "kvasir_node.worker.connection.dispatch.reply_digest", lambda request, rows: bytes(32)
+        )
+        sessions = Sessions(audited, holder)
+        for seed in range(200):
+            sessions.ask(seed)
+    wait_for(lambda: bool(audited.unaccountable))
+    assert {code for code, _ in audited.unaccountable} == {"unaccountable"}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_who_was_quarantined_is_asked_nothing_again_until_it_has_another_certificate(
@@ -259,13 +411,14 @@ def test_sums_are_looked_at_for_the_sake_of_each_expert_in_them(
             ([asked] * len(pairs)).__getitem__,
             answer.ctypes.data,
             (SHAPE.n_embd, SHAPE.n_embd),
+            lambda: None,
         )
         n_asked += 1
         audited.wait_idle()
     assert bool(audited.verdicts) == is_found
     if is_found:
         assert audited.verdicts[0][0].word == "quarantined"
-        assert audited.verdicts[0][1] == 3 * n_asked
+        assert 0 < audited.verdicts[0][1] <= 3 * n_asked  # it may be asked once more while that is judged
     kernel.close()
 
 
@@ -345,6 +498,9 @@ class OwnedLock:
 OF_ANY_THREAD = {
     "_manifest",
     "_on_verdict",
+    "_on_unaccountable",
+    "_exhibits",
+    "_rows_a_request",
     "_referee",
     "_referee_lock",
     "_lock",
@@ -352,7 +508,7 @@ OF_ANY_THREAD = {
     "_is_closing",
     "_thread",
 }
-"""What never changes, or is made for several threads. The referee has a lock of its own."""
+"""What never changes, or is made for several threads. The referee and exhibits have locks of their own."""
 
 
 class WatchedAudit(RowAudit):
@@ -436,3 +592,19 @@ def test_what_it_does_is_counted_in_its_own_time(monkeypatch: pytest.MonkeyPatch
     assert rests[:4] == pytest.approx([0.001 * (1 / row_audit.BUSY_SHARE - 1)] * 4)
     audited.audit.close()
     kernel.close()
+
+
+def test_no_request_of_an_examination_is_larger_than_evidence_may_be(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of many requests the first is evidence as well as the last."""
+    audited.audit._rows_a_request = 1
+    monkeypatch.setattr(reply_log, "KEPT_EXCHANGES_MAX", 4)
+    assert examined(audited.audit, EXPERTS.load(liar("wrong-expert"))) is not None
+    (evidence,) = audited.evidence
+    assert len(opened(evidence)) >= ROWS_NEEDED
+    wide = row_audit._requests_of([(0, expert) for expert in range(100)], 7)
+    sizes = [len(experts) for _, experts in wide]
+    assert sum(sizes) == 100
+    assert max(sizes) == 7
+    assert [len(each) for _, each in row_audit._requests_of([(0, 1), (0, 2), (0, 3)], 7)] == [2, 1]

@@ -94,13 +94,17 @@ def backbone(**changes: Any) -> dict[str, Any]:
 
 def test_a_member_in_quarantine_says_why_and_for_how_long(tmp_path: Path) -> None:
     until = Instant(views.NOW + seconds(540))
-    for claim, ends in ((None, "for another 9 min"), (bytes(32), "until it is certified anew")):
-        entry = VerdictInForce(SECOND, "quarantined", "malformed: not an answer", until, claim)
+    for claim, n_electors, ends in (
+        (None, 0, "planned without for another 9 min"),
+        (bytes(32), 0, "planned without until it is certified anew"),
+        (bytes(32), 3, "3 electors recomputed its rows; planned without until it is certified anew"),
+    ):
+        entry = VerdictInForce(SECOND, "quarantined", "malformed: not an answer", until, claim, n_electors)
         members = (views.member(SECOND),)
         document = views.document(views.view_with(members=members, verdicts=(entry,)))
         with twin_daemon(tmp_path, document):
             out = call("status", home=tmp_path).out
-        expected = f"quarantined: malformed: not an answer; planned without {ends}"
+        expected = f"quarantined: malformed: not an answer; {ends}"
         assert expected in " ".join(out.split())
 
 

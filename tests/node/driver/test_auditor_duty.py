@@ -9,14 +9,24 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from kvasir_node.certification.certify import expert_program
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.capability import RankVerdict
+from kvasir_proto.codec import encode
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.manifest import ShardSet
-from kvasir_proto.messages.engine import ChallengeHolder, EngineFault
+from kvasir_proto.messages.engine import (
+    ChallengeHolder,
+    EngineFault,
+    HolderEvidenced,
+    HolderJudged,
+    HolderLost,
+    RecomputeRows,
+)
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.test_node_duty import open_nodes, own_record, plan_of
-from tests.node.driver.twins import TwinEngine, until
+from tests.node.driver.twins import TwinEngine, node_key, until
+from tests.node.sealed_rows import SealingWorker
 
 
 def worker_engine(node: TwinNode) -> TwinEngine:
@@ -140,3 +150,64 @@ async def test_an_auditor_without_an_engine_tries_again_later(
         await until(lambda: founder.duty._holder.engine is None)  # type: ignore[union-attr]
         with pytest.raises(EngineFailed, match="not running"):
             await auditor._challenge(other.node_id)
+
+
+async def found_out(
+    world: NodeWorld, *, answers: tuple[str, str]
+) -> tuple[TwinNode, TwinNode, list[TwinNode]]:
+    """Node 1 was found out by the audit of the backbone, which can show why: both, and the others."""
+    world.start(0, 1, 2, 3)
+    await until(world.is_ready)
+    backbone = world.backbone
+    assert backbone is not None
+    number = next(number for number, each in enumerate(world.nodes) if each is not backbone)
+    liar = world.nodes[number]
+    await until(lambda: len(backbone.duty._core.view().electorate.members) >= 4)  # type: ignore[union-attr]
+    for each in world.nodes:
+        worker_engine(each).answers_to_recomputations = answers
+    claim = own_record(liar).claim_digest()
+    worker = SealingWorker(
+        node_key(number), world.swarm.digest, expert_program(), world.model.manifest.digest(), claim
+    )
+    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    worker.answer(0, [0, 1, 2], rows, rows)
+    engine = [each for each in backbone.engines.all if each.role == "backbone"][-1]
+    await engine.say(HolderJudged(liar.node_id, "quarantined", "3 of 3 rows", 3, 3, 9))
+    await engine.say(HolderLost(liar.node_id, "quarantined", "3 of 3 rows"))
+    await engine.say(HolderEvidenced(liar.node_id, encode(worker.evidence({0: [0, 1, 2]}))))
+    return backbone, liar, [each for each in world.nodes if each not in (backbone, liar)]
+
+
+def verdicts_of(node: TwinNode, accused: TwinNode) -> list[tuple[str, int]]:
+    core = node.duty._core
+    assert core is not None
+    found = [each for each in core.view().verdicts if each.node_id == accused.node_id]
+    return [(each.word, each.n_electors) for each in found]
+
+
+async def test_what_the_audit_can_show_electors_recompute_and_everybody_obeys(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone, liar, others = await found_out(world, answers=("quarantined", "3 of 3 rows"))
+        await until(lambda: all(verdicts_of(each, liar) == [("quarantined", 3)] for each in world.nodes))
+        for each in others:
+            asked = [m for m in worker_engine(each).received if isinstance(m, RecomputeRows)]
+            assert [(m.adds_in_f32, m.activation) for m in asked] == [(True, "F32")]
+        await until(lambda: liar.node_id not in plan_of(backbone).nodes)
+        said = liar.duty.state()
+        assert said[0] == "degraded"
+        assert "3 electors recomputed its rows" in said[1]
+
+
+@pytest.mark.parametrize("outcome", ["right", "inconclusive"])
+async def test_what_electors_do_not_find_too_binds_the_backbone_alone(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, outcome: str
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        backbone, liar, others = await found_out(world, answers=(outcome, "a reason"))
+        await trio.sleep(60)
+        assert verdicts_of(backbone, liar) == [("quarantined", 0)]
+        assert not any(verdicts_of(each, liar) for each in (*others, liar))
+        for each in others:
+            assert [m for m in worker_engine(each).received if isinstance(m, RecomputeRows)]

@@ -21,6 +21,7 @@ from kvasir_node.driver.backbone_duty import (
 )
 from kvasir_node.driver.holder_connections import QUARANTINE_FIRST
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.accusations import Accuse
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import (
     DiskFull,
@@ -43,6 +44,7 @@ from kvasir_proto.messages.engine import (
     EvaluateLogits,
     Generate,
     HolderConnected,
+    HolderEvidenced,
     HolderJudged,
     LoadOwnShard,
     LoadTrunk,
@@ -924,6 +926,11 @@ async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
         _, told = (each.verdict for each in backbone.core.commanded(FoundOut))
         assert told[:3] == (second, "quarantined", "quarantined: zeros")
         assert (told.until > now(), told.claim) == (True, b""), "it is of the node as it is certified"
+        await backbone.engine.say(HolderEvidenced(second, b"evidence"))
+        await backbone.engine.say(HolderEvidenced(holders[2].node_id, b"of nobody who was judged"))
+        await until(lambda: bool(backbone.core.commanded(Accuse)))
+        accused = Accuse(second, b"", "quarantined", "zeros", 3, b"evidence")
+        assert backbone.core.commanded(Accuse) == [accused]
         shown = {each["node_id"]: each for each in backbone.duty.report()["audit"]}
         assert shown[first] == {
             "node_id": first,

@@ -325,15 +325,17 @@ def test_a_member_in_quarantine_is_shown_with_its_reason_and_its_time() -> None:
     known = {SECOND: record(SECOND, reason="its disk is slow")}
     shown, other = document(view, known)["members"]
     assert (shown["quarantined_s"], shown["reason"]) == (90.0, "non_finite: row 3 is not finite")
-    assert shown["verdict"] == {"word": "quarantined", "reason": entry.reason, "ends": "with its time"}
+    word = {"word": "quarantined", "reason": entry.reason}
+    assert shown["verdict"] == {**word, "ends": "with its time", "electors": 0}
     assert (other["quarantined_s"], other["verdict"], other["reason"]) == (None, None, "")
 
 
 @pytest.mark.parametrize("word, quarantined_s", [("quarantined", 0.0), ("unfit", None)])
 def test_what_another_certificate_alone_ends_is_shown_as_that(word: Any, quarantined_s: float | None) -> None:
-    entry = VerdictInForce(SECOND, word, "3 of 9 rows", Instant(NOW - seconds(90)), bytes(32))
+    entry = VerdictInForce(SECOND, word, "3 of 9 rows", Instant(NOW - seconds(90)), bytes(32), 3)
     (shown,) = document(view_with(members=(member(SECOND),), verdicts=(entry,)))["members"]
-    assert shown["verdict"] == {"word": word, "reason": "3 of 9 rows", "ends": "with another certificate"}
+    expected = {"word": word, "reason": "3 of 9 rows", "ends": "with another certificate", "electors": 3}
+    assert shown["verdict"] == expected
     assert shown["quarantined_s"] == quarantined_s
 
 

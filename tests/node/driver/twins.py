@@ -60,7 +60,9 @@ from kvasir_proto.messages.engine import (
     MeasureExperts,
     OwnShardLoaded,
     QueryStatistics,
+    RecomputeRows,
     RemoveHolder,
+    RowsRecomputed,
     SessionEnded,
     SetFence,
     SetLease,
@@ -225,6 +227,7 @@ class TwinEngine:
         self.address = ("", 0)
         self.expert_row_ns = 5000
         """What a worker's measurement of itself gives."""
+        self.answers_to_recomputations: tuple[Any, str] = ("quarantined", "3 of 3 rows")
         self.answers_to_challenges: tuple[Any, str] = ("verified", "256 rows of 2 experts")
         """What an auditor makes of a worker's answers, and why."""
         self.arithmetic: dict[str, Any] = {}
@@ -311,6 +314,8 @@ class TwinEngine:
                 await self.say(KernelCertified(message.request, measured, ""))
             case ChallengeHolder():
                 await self.say(self._challenge(message))
+            case RecomputeRows():
+                await self.say(self._recompute(message))
             case LoadShard():
                 shard = ShardSet.decode(message.shard)
                 await self.say(ShardLoaded(message.request, 1000, shard.digest()))
@@ -342,6 +347,10 @@ class TwinEngine:
                 pass
             case _:
                 raise AssertionError(f"the {self.role} twin was sent {message.kind}")
+
+    def _recompute(self, message: RecomputeRows) -> RowsRecomputed:
+        outcome, reason = self.answers_to_recomputations
+        return RowsRecomputed(message.request, outcome, reason, 3)
 
     def _challenge(self, message: ChallengeHolder) -> HolderChallenged:
         there = self.world.engine_at(message.host, message.port)

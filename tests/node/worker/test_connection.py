@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from kvasir_node.worker import connection as connection_module
 from kvasir_node.worker.connection import BUFFER_BYTES, BackboneConnection, ServingCounters
 from kvasir_proto import dispatch
+from kvasir_proto.audit.reply_chain import FIRST_LINK, Seal, last_link, next_program, open_seal
 from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader
 from kvasir_proto.errors import EngineFailed, RemoteProtocolError
-from tests.node.tls_ends import tls_pair
+from tests.node.tls_ends import no_seals, seals_of, tls_pair, worker_end
 from tests.node.toy_experts import (
     LAYERS,
     OTHER_PROGRAM,
@@ -38,6 +39,7 @@ from tests.node.toy_experts import (
 )
 
 MODEL = bytes(range(32))
+CLAIM = bytes(range(1, 33))
 LAYER = LAYERS[0]
 Chunk = bytes | type[TimeoutError]
 
@@ -97,6 +99,7 @@ class Served:
             self.check_opening,
             lambda: self.fence,
             self.counters,
+            seals_of(worker_end(), MODEL, CLAIM),
         )
         stop = threading.Event()
         if is_stopping:
@@ -555,6 +558,29 @@ def test_a_large_dispatch_is_taken_as_it_comes() -> None:
     assert [rows for _, rows in served.replies[2:]] == [expected.tobytes()] * 2
 
 
+# ---- Seals ----
+
+
+def test_a_seal_is_of_all_that_was_answered_and_of_the_programs_that_were_told() -> None:
+    seal = dispatch.pack_plain(FrameKind.SEAL, 9, b"")
+    other = program_frame(4, index=5)
+    served = Served([BEGINNING + GOOD + GOOD + seal + dispatch_frame(8, program=3) + GOOD + other + seal])
+    OK, UNKNOWN = ReplyCode.OK, ReplyCode.UNKNOWN_PROGRAM
+    assert served.codes == [OK, OK, OK, OK, OK, UNKNOWN, OK, OK, OK]
+    digest = dispatch.reply_digest(GOOD, GOOD_ROWS)
+    told = next_program(FIRST_LINK, 0, PROGRAM.encode())
+    for place, n_replies, programs in ((4, 2, told), (8, 3, next_program(told, 5, PROGRAM.encode()))):
+        header, payload = served.replies[place]
+        assert (header.request_id, header.n_pairs) == (9, 0)
+        found = open_seal(payload, MODEL, worker_end().key)
+        assert found == Seal(n_replies, last_link(FIRST_LINK, [digest] * n_replies), programs, CLAIM)
+
+
+def test_nobody_seals_before_it_was_opened() -> None:
+    served = Served([dispatch.pack_plain(FrameKind.SEAL, 9, b"") + BEGINNING])
+    assert served.codes == [ReplyCode.NOT_OPEN, ReplyCode.OK, ReplyCode.OK]
+
+
 # ---- Over TLS ----
 
 
@@ -562,7 +588,7 @@ def test_a_program_and_its_dispatch_in_one_record_are_both_answered() -> None:
     """The second frame is in the TLS object, not in the socket, when the worker looks for it."""
     client, server = tls_pair()
     connection = BackboneConnection(
-        server, ToyKernel(), threading.Lock(), lambda _: None, lambda: (0, 1), ServingCounters()
+        server, ToyKernel(), threading.Lock(), lambda _: None, lambda: (0, 1), ServingCounters(), no_seals
     )
     thread = threading.Thread(target=connection.serve, args=(threading.Event(),))
     thread.start()
@@ -580,7 +606,7 @@ def test_a_program_and_its_dispatch_in_one_record_are_both_answered() -> None:
 def test_a_backbone_that_breaks_the_encryption_ends_its_connection() -> None:
     client, server = tls_pair()
     connection = BackboneConnection(
-        server, ToyKernel(), threading.Lock(), lambda _: None, lambda: (0, 1), ServingCounters()
+        server, ToyKernel(), threading.Lock(), lambda _: None, lambda: (0, 1), ServingCounters(), no_seals
     )
     reasons: list[str] = []
     thread = threading.Thread(target=lambda: reasons.append(connection.serve(threading.Event())))
@@ -617,6 +643,7 @@ def test_two_connections_share_one_kernel_without_meeting_in_it() -> None:
         lambda _: None,
         lambda: (0, 1),
         ServingCounters(),
+        no_seals,
     )
     assert connection.serve(threading.Event()) == "closed by the backbone"
     assert len(kernel.asked) == 1
