@@ -28,10 +28,12 @@ from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
+from kvasir_node.experts_on_disk import ExpertsOnDisk
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.kernel_in_use import KernelInUse, kernel_in_use
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.locations import Locations
+from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_node.net.host import HostOptions, Libp2pHost
@@ -388,6 +390,9 @@ class Node:
             entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,
             wall_time=wall_time,
+            keep_experts=lambda model: ExpertsOnDisk(
+                ExpertCache(home.locations.models, configuration.models_cache_bytes), model
+            ),
         )
 
     async def _find_model_in_thread(self, digest: bytes) -> ModelOnDisk:

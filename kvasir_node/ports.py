@@ -16,6 +16,7 @@ from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import EngineFailed
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.limits import Role
+from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import EngineMessage
 from kvasir_proto.node_core import NodeCommand, NodeView
 from kvasir_proto.term_proof import ProvenTerm
@@ -324,6 +325,23 @@ class EngineStarter(Protocol):
 
     async def __call__(self, nursery: trio.Nursery, role: Role, generation: int) -> EnginePort:
         """A started, introduced engine that lives at most as long as ``nursery``."""
+
+
+class ExpertKeeper(Protocol):
+    """Has experts of this node's model on its disk."""
+
+    async def keep(
+        self, shard: ShardSet, progress: Callable[[int, int], None], *, is_damaged: bool = False
+    ) -> None:
+        """Have these experts on the disk, and see that they stay until others are asked for.
+
+        Where something ``is_damaged``, what is there is compared with its digests before. ``progress`` is
+        told (bytes done, bytes in all), in another thread. Raises `NoRoomOnDisk`, or `ModelUnusable` where no
+        source gives them; may be cancelled, and then goes on where it was the next time.
+        """
+
+    async def keep_whole_model(self) -> bool:
+        """Whether every expert is on the disk; where they were fetched, they stay then."""
 
 
 def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:

@@ -120,6 +120,15 @@ class SourceFailed(ModelUnusable):
     """One place that a model's bytes could come from does not give them; another one may."""
 
 
+class NoRoomOnDisk(ModelUnusable):
+    """Experts have no room on the disk: in bytes what they need, and what can be had for them."""
+
+    def __init__(self, reason: str, need_bytes: int, have_bytes: int) -> None:
+        super().__init__(reason)
+        self.need_bytes = need_bytes
+        self.have_bytes = have_bytes
+
+
 class IncompatibleVersion(KvasirError):
     """Two parts that must agree do not: the native library and its ggml, or two nodes' protocols."""
 

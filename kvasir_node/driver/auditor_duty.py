@@ -16,7 +16,7 @@ import trio
 from kvasir_node.driver.conversation import ask
 from kvasir_node.driver.holder_duty import HolderDuty
 from kvasir_node.model.store import StoredModel
-from kvasir_node.ports import Host, SwarmCore
+from kvasir_node.ports import ExpertKeeper, Host, SwarmCore
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.accusations import RecomputationDue, Recomputed
 from kvasir_proto.capability import CapabilityRecord
@@ -58,7 +58,9 @@ class AuditorDuty:
         holder: HolderDuty,
         entropy: random.Random,
         wall_time: Callable[[], WallTime],
+        experts: ExpertKeeper | None = None,
     ) -> None:
+        """``experts`` has those on the disk that others are asked about; None: the model's file is here."""
         self._swarm = swarm
         self._model = model
         self._core = core
@@ -66,6 +68,7 @@ class AuditorDuty:
         self._holder = holder
         self._entropy = entropy
         self._wall_time = wall_time
+        self._experts = experts
         self._due_in, self._due = trio.open_memory_channel[ChallengeDue | RecomputationDue](_WAITING_MAX)
 
     def take_event(self, event: NodeEvent) -> None:
@@ -133,6 +136,9 @@ class AuditorDuty:
         fence = self._core.view().fence
         if fence is None:
             raise TransportUnavailable("no term is followed")
+        shard = self._experts_of(record)
+        if self._experts is not None:  # before the grant, which does not last
+            await self._experts.keep(shard, lambda done, total: None)
         proof = self._core.proof
         stream = await self._host.open_stream(node_id)
         try:
@@ -140,7 +146,6 @@ class AuditorDuty:
         finally:
             await stream.close()
         certificate = self._open_certificate(grant.tolerance_certificate, record)
-        shard = self._experts_of(record)
         request = ChallengeHolder(
             request=engine.next_request(),
             node_id=node_id,

@@ -20,18 +20,26 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.driver.conversation import ask
+from kvasir_node.driver.expert_fetching import ExpertFetching
 from kvasir_node.driver.holder_connections import NO_SHARE, HolderConnection, HolderConnections, Share
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import EnginePort, EngineStarter, Host, SwarmCore, engine_report
+from kvasir_node.ports import EnginePort, EngineStarter, ExpertKeeper, Host, SwarmCore, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, load_trunk, watch_engine
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.accusations import Accuse
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
-from kvasir_proto.errors import EngineFailed, KvasirError, NotReady, ProtocolError, RemoteProtocolError
+from kvasir_proto.errors import (
+    EngineFailed,
+    KvasirError,
+    NoRoomOnDisk,
+    NotReady,
+    ProtocolError,
+    RemoteProtocolError,
+)
 from kvasir_proto.ids import NodeId, SessionId, node_id_of
 from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
 from kvasir_proto.limits import AuditVerdict, as_sentence
@@ -171,8 +179,12 @@ class BackboneDuty:
         note_trunk: Callable[[TrunkLoaded], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
+        experts: ExpertKeeper | None = None,
+        audited: ExpertKeeper | None = None,
     ) -> None:
-        """``find_backbone_file`` gives the model's backbone file, verified; each engine asks for it.
+        """``experts`` has this node's own on the disk, ``audited`` all; None: the model's file is here.
+
+        ``find_backbone_file`` gives the model's backbone file, verified; each engine asks for it.
 
         ``note_trunk`` hears of each trunk that was loaded: how fast it is, and what it takes.
         """
@@ -196,6 +208,8 @@ class BackboneDuty:
         self._proof: tuple[tuple[int, int], bytes] = ((0, 0), b"")
         """The newest term that this node is backbone of, and the proof that it is."""
         self._holders = HolderConnections()
+        self._fetching = ExpertFetching(experts, now)
+        self._audited = audited
         self._own = NO_SHARE
         """What the engine holds itself."""
         self._own_memory_bytes = 0
@@ -483,6 +497,7 @@ class BackboneDuty:
         coverage = self._holders.coverage(plan, self._node_id, self._own.shard) if plan is not None else None
         return {
             "is_backbone": reign is not None,
+            "fetch": self._fetching.report(),
             "lease_left_s": round(in_seconds(between(self._now(), reign.until)), 3) if reign else None,
             "plan": {
                 "revision": plan.revision if plan else 0,
@@ -611,7 +626,7 @@ class BackboneDuty:
                     coverage_patience_ns=COVERAGE_PATIENCE,
                     device=self._settings.device,
                     rpc=None,
-                    audit_path=self._audit_path(),
+                    audit_path=await self._audit_path(),
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._note_trunk(self._trunk)
@@ -666,10 +681,11 @@ class BackboneDuty:
                 case _:
                     log.warning("engine_message_unexpected", kind=event.kind)
 
-    def _audit_path(self) -> str | None:
-        """The whole model's file, by which rows are audited; None where this node has only a part of it."""
+    async def _audit_path(self) -> str | None:
+        """Where the whole model is, by which rows are audited; None where this node has only a part of it."""
         source = self._model.source_path
-        return str(source) if source.exists() else None
+        is_whole = source.exists() if self._audited is None else await self._audited.keep_whole_model()
+        return str(source) if is_whole else None
 
     def _take_verdict(self, judged: HolderJudged) -> None:
         """The engine's audit has found a holder out. One that is quarantined is lost besides."""
@@ -895,6 +911,13 @@ class BackboneDuty:
         if need > have:
             reason = f"its own shard needs {need >> 20} MiB and {have >> 20} MiB are offered"
             raise _NotHeld("no_memory", reason, need, have)
+        try:
+            # What a newer plan wants is mostly the same; the end of the reign ends it.
+            await self._fetching.have(share.shard, lambda: True, trio.sleep_forever)
+        except NoRoomOnDisk as error:
+            raise _NotHeld(error.code, as_sentence(str(error)), error.need_bytes, error.have_bytes) from error
+        except KvasirError as error:
+            raise _NotHeld(error.code, as_sentence(str(error))) from error
         request = LoadOwnShard(
             engine.next_request(),
             self._node_id,

@@ -19,16 +19,17 @@ from typing import Any, Final, NoReturn
 import trio
 
 from kvasir_node.backoff import retry_delay_s
+from kvasir_node.driver.expert_fetching import ExpertFetching
 from kvasir_node.driver.kernel_certifier import KernelCertifier
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.engine.certificate import verify_engine_certificate
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import EnginePort, EngineStarter, Host, SwarmCore, engine_report
+from kvasir_node.ports import EnginePort, EngineStarter, ExpertKeeper, Host, SwarmCore, engine_report
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, keep_running, watch_engine
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.election.requests import TermFollowed, TermVoided
-from kvasir_proto.errors import EngineFailed, KvasirError, RemoteProtocolError
+from kvasir_proto.errors import EngineFailed, KvasirError, NoRoomOnDisk, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Duration, Instant, WallTime, between, in_seconds, seconds
 from kvasir_proto.limits import Kernel, as_sentence
@@ -119,8 +120,11 @@ class HolderDuty:
         note_speed: Callable[[int], None],
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
+        experts: ExpertKeeper | None = None,
     ) -> None:
-        """``certifier`` has an engine measure its arithmetic, if need be, before more is asked of it.
+        """``experts`` has them on the disk before the engine loads them; None: the model's file is here.
+
+        ``certifier`` has an engine measure its arithmetic, if need be, before more is asked of it.
 
         ``certificate`` is what auditors are shown, empty while there is none.
         ``note_speed`` hears of each engine that can serve: nanoseconds of a row through an expert.
@@ -152,6 +156,7 @@ class HolderDuty:
         self._listening: Listening | None = None
         self._fenced: tuple[EnginePort, int, int] | None = None
         """The fence that was told last, and to which engine."""
+        self._fetching = ExpertFetching(experts, now)
         self._load_lock = trio.Lock()
         self._down_since = now()
         self._last_error = LastError(wall_time)
@@ -171,7 +176,7 @@ class HolderDuty:
         if not self._is_outstanding:
             return "ready", ""
         if len(assignment.shard):
-            return "loading", f"loading {len(assignment.shard)} experts"
+            return "loading", self._fetching.text() or f"loading {len(assignment.shard)} experts"
         return "loading", "giving up what it held"
 
     def report(self) -> dict[str, Any]:
@@ -181,6 +186,7 @@ class HolderDuty:
             "shards": [list(each) for each in held.shard.ranges],
             "n_experts_held": len(held.shard),
             "shard_memory_bytes": held.memory_bytes,
+            "fetch": self._fetching.report(),
             "engine": engine_report(self._engine),
             "data_address": f"{self._listening.host}:{self._listening.port}" if self._listening else None,
             **self._last_error.report(),
@@ -427,6 +433,9 @@ class HolderDuty:
             await engine.send(SetFence(self._term.epoch, self._term.term))
             self._fenced = wanted
 
+    async def _wait_change(self) -> None:
+        await self._changed.wait()
+
     async def _keep_fenced(self, engine: EnginePort) -> None:
         with contextlib.suppress(EngineFailed):  # whoever reads what it says notices its end
             while True:
@@ -464,7 +473,18 @@ class HolderDuty:
         return math.inf
 
     async def _load(self, engine: EnginePort, assignment: _Assignment) -> None:
-        """Have the engine hold this shard. Its answer counts only while it runs."""
+        """Have the engine hold this shard. Its answer counts only while it runs.
+
+        Until its experts are on the disk the engine serves what it holds.
+        """
+        is_wanted = await self._fetching.have(
+            assignment.shard,
+            lambda: self._assignment is not None and self._assignment.shard == assignment.shard,
+            self._wait_change,
+            is_damaged=self._failures > 0,
+        )
+        if not is_wanted:
+            return
         async with self._load_lock:
             if engine.has_ended:
                 return  # it ended while we waited our turn
@@ -490,5 +510,6 @@ class HolderDuty:
         if assignment is self._assignment:
             self._failures += 1
             if not assignment.is_own:  # the core asks nothing of us then
-                self._refuse(ShardRefused(*assignment.version, error.code, as_sentence(str(error))))
+                room = (error.need_bytes, error.have_bytes) if isinstance(error, NoRoomOnDisk) else (0, 0)
+                self._refuse(ShardRefused(*assignment.version, error.code, as_sentence(str(error)), *room))
         return retry_delay_s(self._failures, LOAD_DELAY_FIRST_S, LOAD_DELAY_MAX_S)

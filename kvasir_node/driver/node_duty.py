@@ -30,7 +30,7 @@ from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import ControlStream, EngineStarter, Host, NetworkStarter, SwarmNetwork
+from kvasir_node.ports import ControlStream, EngineStarter, ExpertKeeper, Host, NetworkStarter, SwarmNetwork
 from kvasir_node.swarm_files import KnownSwarm
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
@@ -142,8 +142,11 @@ class NodeDuty:
         entropy: random.Random,
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
+        keep_experts: Callable[[StoredModel], ExpertKeeper] | None = None,
     ) -> None:
-        """``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly."""
+        """``keep_experts`` makes a keeper for one duty; None: the model's file is here.
+
+        ``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly."""
         self._node_key = node_key
         self._files = files
         self._save_slot = save_slot
@@ -158,6 +161,7 @@ class NodeDuty:
         self._entropy = entropy
         self._now = now
         self._wall_time = wall_time
+        self._keep_experts = keep_experts
         self._last_error = LastError(wall_time)
         self._known = files.load_swarm()
         self._contact = "looking for the swarm"
@@ -261,6 +265,7 @@ class NodeDuty:
             note_speed=self._note_speed,
             now=self._now,
             wall_time=self._wall_time,
+            experts=self._keeper(model),
         )
         self._auditor = AuditorDuty(
             swarm=swarm,
@@ -270,6 +275,7 @@ class NodeDuty:
             holder=self._holder,
             entropy=self._entropy,
             wall_time=self._wall_time,
+            experts=self._keeper(model),
         )
         self._backbone = BackboneDuty(
             node_key=self._node_key,
@@ -284,7 +290,12 @@ class NodeDuty:
             note_trunk=self._note_trunk,
             now=self._now,
             wall_time=self._wall_time,
+            experts=self._keeper(model),
+            audited=self._keeper(model),
         )
+
+    def _keeper(self, model: StoredModel) -> ExpertKeeper | None:
+        return None if self._keep_experts is None else self._keep_experts(model)
 
     async def _wait_for_model(self, swarm: FoundedSwarm) -> ModelOnDisk:
         """The swarm's model; says what is missing until it is here."""

@@ -114,6 +114,7 @@ def status_document(sources: StatusSources, now: Instant) -> dict[str, Any]:
         # Unknown is not zero: without an answer from the engine nobody can say that no row was missing.
         "experts_missing_total": statistics.get("experts_missing_total") if statistics is not None else None,
         "data_address": sources.holder.get("data_address"),
+        "fetch": sources.backbone.get("fetch") or sources.holder.get("fetch"),
         "sessions": sources.backbone.get("sessions", 0),
         "rows_retried_total": sources.backbone.get("rows_retried_total", 0),
         **_newest_error(sources.last_error, sources.holder, sources.backbone),

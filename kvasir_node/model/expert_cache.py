@@ -25,7 +25,7 @@ from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.model_url import Location
 from kvasir_node.model.store import SPARE_BYTES, StoredModel
 from kvasir_node.small_file import read_small_file
-from kvasir_proto.errors import ModelUnusable, RemoteProtocolError
+from kvasir_proto.errors import ModelUnusable, NoRoomOnDisk, RemoteProtocolError
 from kvasir_proto.limits import SHARD_SIZE_MAX
 from kvasir_proto.manifest import ShardSet
 
@@ -65,8 +65,7 @@ class ExpertCache:
 
         Nothing is done for a model whose whole file is here. Where something `is_damaged`, what is there is
         compared with its digests before. `progress` is told (bytes done, bytes in all), and may raise to end
-        the fetch. Raises `ModelUnusable` when there is no room, with what is needed and what there is, or
-        when no source gives the experts.
+        the fetch. Raises `NoRoomOnDisk`, or `ModelUnusable` when no source gives the experts.
         """
         if isinstance(model.source, Path):
             return
@@ -146,11 +145,14 @@ class ExpertCache:
         )
         room_bytes = sum(each.size_bytes for each in candidates)
         if room_bytes < missing_bytes:
-            have_bytes = max(0, needed_bytes - missing_bytes + room_bytes)
+            need_bytes = sum(each.size_bytes for each in wanted)
+            have_bytes = max(0, need_bytes - missing_bytes + room_bytes)
             limit = "" if self._size_bytes_max is None else f" of the {self._size_bytes_max >> 20} allowed"
-            raise ModelUnusable(
+            raise NoRoomOnDisk(
                 f"there is no room for the experts in {self._directory}: they need "
-                f"{_mebibytes_up(needed_bytes)} MiB and {have_bytes >> 20} MiB{limit} can be had"
+                f"{_mebibytes_up(need_bytes)} MiB and {have_bytes >> 20} MiB{limit} can be had",
+                need_bytes,
+                have_bytes,
             )
         for each in candidates:
             if missing_bytes <= 0:

@@ -77,7 +77,7 @@ from tests.node.driver.twins import TwinEngine, World, node_key, node_of, now, o
 
 REPORT_KEYS = {
     *("is_backbone", "lease_left_s", "plan", "holders", "own", "engine", "sessions", "rows_retried_total"),
-    *("audit", "last_error", "last_error_at", "last_error_recovered"),
+    *("audit", "fetch", "last_error", "last_error_at", "last_error_recovered"),
 }
 HOLDER_KEYS = {
     *("node_id", "state", "reason", "n_experts", "n_experts_connected", "shard_bytes", "failures"),

@@ -26,7 +26,7 @@ from kvasir_node.driver.kernel_certifier import KernelCertifier
 from kvasir_node.engine.certificate import EngineKey
 from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
-from kvasir_node.ports import SwarmCore
+from kvasir_node.ports import ExpertKeeper, SwarmCore
 from kvasir_node.supervisor import LOAD_TIMEOUT_S, WATCH_INTERVAL_S, WATCH_TIMEOUT_S
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.effects import Now, Send
@@ -87,7 +87,9 @@ def term_of(number: int, backbone: int = BACKBONE, epoch: int = 0) -> ProvenTerm
 class Holder:
     """A holder's duty with its core, its engines and what it finds on its disk."""
 
-    def __init__(self, world: World, core: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, world: World, core: Any = None, experts: ExpertKeeper | None = None, **settings: Any
+    ) -> None:
         self.world = world
         self.swarm = found(node_key(BACKBONE), electorate="pinned")
         self.host = world.network.host(node(HOLDER))
@@ -120,6 +122,7 @@ class Holder:
             note_speed=self.speeds.append,
             now=now,
             wall_time=wall_time,
+            experts=experts,
         )
         self.core.hear = self.duty.take_event
 

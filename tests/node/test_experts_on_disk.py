@@ -1,0 +1,92 @@
+"""The keeper of experts: in a thread that ends with who asked, holding what was asked for last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvasir_node.experts_on_disk import ExpertsOnDisk
+from kvasir_node.model.expert_cache import ExpertCache
+from kvasir_node.model.store import ModelStore
+from kvasir_proto.errors import ModelUnusable, NoRoomOnDisk
+from kvasir_proto.manifest import ShardSet
+from tests.model_makers import ModelShape, make_qwen3moe
+from tests.node.model.misbehaving_server import Answering, serving
+
+pytestmark = [pytest.mark.loopback, pytest.mark.slow]
+
+FIRST, SECOND = ShardSet(((0, 0, 2),)), ShardSet(((0, 2, 4),))
+
+
+async def test_what_was_asked_for_last_is_held_and_what_was_before_is_not(tmp_path: Path) -> None:
+    source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    with serving(source) as server:
+        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), keep_experts=False)
+        manifest, room_bytes = model.manifest, model.manifest.shard_size_bytes(FIRST)
+        cache = ExpertCache(tmp_path / "models", room_bytes)
+        keeper, other = ExpertsOnDisk(cache, model), ExpertsOnDisk(cache, model)
+        seen: list[tuple[int, int]] = []
+        await keeper.keep(FIRST, lambda done, total: seen.append((done, total)))
+        assert seen[-1] == (room_bytes, room_bytes)
+        with pytest.raises(NoRoomOnDisk) as caught:
+            await other.keep(SECOND, lambda done, total: None)
+        assert (caught.value.need_bytes, caught.value.have_bytes) == (room_bytes, 0)
+        assert not await other.keep_whole_model()
+        with pytest.raises(NoRoomOnDisk):  # what it held stays until what it wants is there
+            await keeper.keep(SECOND, lambda done, total: None)
+        assert model.experts.missing(manifest, FIRST) == []
+        await keeper.keep(ShardSet(), lambda done, total: None)
+        await other.keep(SECOND, lambda done, total: None)
+        assert model.experts.missing(manifest, SECOND) == []
+
+
+async def test_a_fetch_ends_with_who_asked_for_it_and_goes_on_with_the_next(tmp_path: Path) -> None:
+    source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1, n_ff=256))
+
+    def in_steps(answering: Answering, begin: int, end: int) -> bool:
+        end = min(end, begin + 5000)
+        answering.part(answering.data, begin, end)
+        return True
+
+    with serving(source) as server:
+        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), keep_experts=False)
+        keeper = ExpertsOnDisk(ExpertCache(tmp_path / "models"), model)
+        server.behaviour, server.sent_bytes = in_steps, 0
+        with trio.CancelScope() as scope:
+
+            def cancel(done: int, total: int) -> None:
+                trio.from_thread.run_sync(scope.cancel)
+
+            await keeper.keep(FIRST, cancel)
+        assert scope.cancelled_caught
+        await keeper.keep(FIRST, lambda done, total: None)
+        assert model.experts.missing(model.manifest, FIRST) == []
+        wanted = model.manifest.shard_size_bytes(FIRST)
+        assert server.sent_bytes <= wanted + 3 * 5000, "what came before was not thrown away"
+
+
+async def test_the_whole_model_is_held_where_all_of_it_is_here(tmp_path: Path) -> None:
+    source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    other = make_qwen3moe(tmp_path / "other.gguf", ModelShape(n_layer=1, seed=2))
+    store = ModelStore(tmp_path / "models")
+    with serving(source, other) as server:
+        model = store.pull(server.url("tiny.gguf"))
+        keeper = ExpertsOnDisk(ExpertCache(tmp_path / "models"), model)
+        assert await keeper.keep_whole_model()
+        size_bytes = model.manifest.experts_size_bytes()
+        second = store.pull(server.url("other.gguf"), keep_experts=False)
+        with pytest.raises(ModelUnusable, match="no room"):
+            ExpertCache(tmp_path / "models", size_bytes).ensure(second, FIRST)
+
+
+async def test_of_a_file_that_is_here_nothing_is_fetched_or_held(tmp_path: Path) -> None:
+    source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    model = ModelStore(tmp_path / "models").add(source)
+    keeper = ExpertsOnDisk(ExpertCache(tmp_path / "models", 0), model)
+    await keeper.keep(FIRST, lambda done, total: None)
+    assert await keeper.keep_whole_model()
+    source.unlink()
+    assert not await keeper.keep_whole_model()
+    assert list(model.manifest_path.parent.glob("*serv*")) == []
