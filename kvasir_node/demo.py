@@ -588,12 +588,14 @@ def what_is_not_ready(statuses: Mapping[str, dict[str, Any] | None]) -> str:
     """What a swarm of these nodes still lacks, in a few words; empty when it is ready.
 
     By name: each node's status document, None while it does not answer. Of those that the plan gives nothing
-    no more is asked than to follow the same backbone.
+    no more is asked than to follow the same backbone, and of one that the swarm has found out already no
+    more than to know it.
     """
     for name, document in statuses.items():
         if document is None:
             return f"{name} does not answer yet"
-        if document["state"] != "ready":
+        is_found_out = document["verdict"] is not None and document["state"] == "degraded"
+        if document["state"] != "ready" and not is_found_out:
             reason = f", {document['reason']}" if document["reason"] else ""
             return f"{name} is {document['state']}{reason}"
     documents = {name: each for name, each in statuses.items() if each is not None}

@@ -157,10 +157,15 @@ def _self_part(sources: StatusSources, record: CapabilityRecord | None) -> dict[
         "device": record.device if record is not None else None,
         "accumulation": record.accumulation if record is not None else "UNKNOWN",
         "certificate": _certificate(sources, record),
+        "verdict": _verdict_part(_verdicts(sources).get(sources.node_id)),
         "memory_bytes": record.memory_bytes if record is not None else 0,
         **_rates(record),
         "ranks": _ranks(sources, sources.node_id),
     }
+
+
+def _verdicts(sources: StatusSources) -> dict[NodeId, VerdictInForce]:
+    return {each.node_id: each for each in sources.view.verdicts} if sources.view is not None else {}
 
 
 def _rates(record: CapabilityRecord | None) -> dict[str, int | None]:
@@ -252,8 +257,7 @@ def _member_part(sources: StatusSources, plan: Plan | None, member: Member, now:
     connection = connections.get(member.node_id, {})
     said_state, said_reason = (record.state, record.reason) if record is not None else (None, "")
     shard = plan.shard_of(member.node_id) if plan is not None else ShardSet()
-    verdicts = {each.node_id: each for each in sources.view.verdicts} if sources.view else {}
-    verdict = verdicts.get(member.node_id)
+    verdict = _verdicts(sources).get(member.node_id)
     fault = verdict if verdict is not None and verdict.word == "quarantined" else None
     slow = {each.node_id: each for each in sources.view.slow} if sources.view else {}
     late = slow.get(member.node_id)

@@ -25,6 +25,7 @@ REQUEST = GenerateRequest("In the beginning", (), 12, Sampling(seed=7))
 def document(node_id: str, **changes: Any) -> dict[str, Any]:
     plan = {"epoch": 0, "term": 1, "revision": 4}
     made = {"node_id": node_id, "state": "ready", "reason": "", "backbone": "b", "epoch": 0, "term": 1}
+    made["verdict"] = None
     members = [{"node_id": each, "shards": 0 if each == "idle" else 64} for each in ("w", "idle")]
     return {**made, "plan": plan, "members": members if node_id == "b" else [], **changes}
 
@@ -41,6 +42,8 @@ def document(node_id: str, **changes: Any) -> dict[str, Any]:
         ),
         ({"state": "loading", "reason": "loading 64 experts"}, {}, "node-2 is loading, loading 64 experts"),
         ({}, {"state": "electing"}, "node-3 is electing"),
+        ({}, {"state": "degraded", "verdict": {"word": "quarantined", "electors": 3}}, ""),
+        ({}, {"state": "degraded", "reason": "why"}, "node-3 is degraded, why"),
         ({}, {"term": 2}, "the nodes follow 2 different terms"),
         (None, {}, "node-2 does not answer yet"),
         ({}, None, "node-3 does not answer yet"),

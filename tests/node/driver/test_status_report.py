@@ -336,6 +336,9 @@ def test_what_another_certificate_alone_ends_is_shown_as_that(word: Any, quarant
     (shown,) = document(view_with(members=(member(SECOND),), verdicts=(entry,)))["members"]
     expected = {"word": word, "reason": "3 of 9 rows", "ends": "with another certificate", "electors": 3}
     assert shown["verdict"] == expected
+    own = entry._replace(node_id=OWN)
+    assert document(view_with(verdicts=(own,)))["verdict"] == expected
+    assert document()["verdict"] is None
     assert shown["quarantined_s"] == quarantined_s
 
 
