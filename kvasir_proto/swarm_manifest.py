@@ -31,7 +31,6 @@ ElectorateRule: TypeAlias = Literal["pinned", "open"]
 CertificateRule: TypeAlias = Literal["claimed", "verified"]
 """A node's own word makes it fit for a rank, or its auditors'."""
 
-_RelativeError: TypeAlias = Annotated[float, Range(0.0, 1.0)]
 _Divergence: TypeAlias = Annotated[float, Range(0.0, 100.0)]
 _ModelName: TypeAlias = Annotated[str, Length(1, 128)]
 
@@ -40,16 +39,12 @@ _ModelName: TypeAlias = Annotated[str, Length(1, 128)]
 class Thresholds:
     """What the swarm calls equivalent (DESIGN section 5), by default.
 
-    `top1_agreement_min` is a share of positions and `mean_kld_max` in nats. The gates are relative L2 errors
-    for kernels that add in F32, pooled over at least 64 rows, at the reference shape of their class.
+    `top1_agreement_min` is a share of positions and `mean_kld_max` in nats. The gates of classes are the
+    protocol's (`tolerance`): they follow from arithmetic and shapes, and no founder can wish for others.
     """
 
     top1_agreement_min: Probability = 0.995
     mean_kld_max: _Divergence = 1e-3
-    gate_f32_activations: _RelativeError = 2e-6
-    gate_f16_activations: _RelativeError = 5e-5
-    gate_integer_activations: _RelativeError = 2e-4
-    gate_f16_against_f32: _RelativeError = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeIdField, SwarmDigest, node_id_of
 from kvasir_proto.instants import Duration, WallTime, after, seconds
 from kvasir_proto.limits import RANKS, Count, Digest, Length, Nanoseconds, Rank
-from kvasir_proto.measured_kernel import MEASURED_SIZE_MAX, MeasuredKernel
+from kvasir_proto.measured_kernel import MEASURED_SIZE_MAX, MeasuredClass, MeasuredKernel
 from kvasir_proto.messages import Family
 from kvasir_proto.signing import Opened, open_signed, sign_message
 
@@ -89,7 +89,7 @@ def open_certificate(data: bytes, swarm: SwarmDigest, now: WallTime) -> Toleranc
     """The certificate in an encoded `Signed`, if it is its own node's and neither too old nor of the future.
 
     Raises `RemoteProtocolError`: as `open_signed` does, or `oversize`, `wrong_node`, `expired`,
-    `out_of_bounds`, and `inconsistent` where it rules out less than what it measured does.
+    `out_of_bounds`, and `inconsistent` where it contradicts itself or rules out less than what it measured.
     """
     if len(data) > CERTIFICATE_SIZE_MAX:
         raise RemoteProtocolError("the certificate is too large", "oversize")
@@ -102,7 +102,21 @@ def open_certificate(data: bytes, swarm: SwarmDigest, now: WallTime) -> Toleranc
         raise RemoteProtocolError("it is out of tolerance and says that it is fit", "inconsistent")
     if any(each.passed and each.kernel.accumulation != "F32" for each in measured.classes):
         raise RemoteProtocolError("sums that are not F32 are in no tolerance", "inconsistent")
+    if any(each.passed and not _is_inside(each) for each in measured.classes):
+        raise RemoteProtocolError("a class is said to pass that is not inside its gate", "inconsistent")
+    said_of = [
+        (weight_type, batch_class)
+        for each in measured.kernel_classes
+        for weight_type in each.weight_types
+        for batch_class in each.batch_classes
+    ]
+    if len(said_of) != len(set(said_of)):
+        raise RemoteProtocolError("it says two things of one class", "inconsistent")
     return certificate
+
+
+def _is_inside(measured: MeasuredClass) -> bool:
+    return measured.rel_l2 is not None and measured.gate is not None and measured.rel_l2 <= measured.gate
 
 
 def sign_verdict(verdict: AuditorVerdict, auditor_key: Ed25519PrivateKey, swarm: SwarmDigest) -> bytes:

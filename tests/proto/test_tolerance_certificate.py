@@ -78,6 +78,18 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         signed(issue_certificate(measured(replace(SHORT, passed=True)), key_of(5), WALL)),
         "inconsistent",
     ),
+    **{
+        f"passed, {what}": (signed(issue_certificate(measured(wrong), key_of(5), WALL)), "inconsistent")
+        for what, wrong in {
+            "outside its gate": replace(GOOD, rel_l2=1.0),
+            "not finite": replace(GOOD, rel_l2=None),
+            "without a gate": replace(GOOD, gate=None),
+        }.items()
+    },
+    "two things of one class": (
+        signed(issue_certificate(measured(GOOD, replace(GOOD, rel_l2=0.0)), key_of(5), WALL)),
+        "inconsistent",
+    ),
     "another swarm's": (sign_certificate(ISSUED, key_of(5), found(key_of(2)).digest), "bad_signature"),
     "too large": (bytes(CERTIFICATE_SIZE_MAX + 1), "oversize"),
 }
