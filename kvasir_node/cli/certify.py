@@ -70,7 +70,8 @@ def certify(
 ) -> None:
     """Measure what this machine's kernel computes: how it adds up, how it rounds, how far it is off.
 
-    The result is this node's own word (claimed). Status 9 when a class of the model is out of tolerance.
+    The result is this node's own word (claimed). Status 9 when a class of the model is out of tolerance,
+    or is in a weight type that cannot be measured.
     """
     configuration = session.configure()
     if model is not None and shape is not None:
@@ -117,9 +118,10 @@ def certify(
         print_json(document)
     else:
         _print_report(certification, document)
-    is_measured = not certification.not_probed
-    if not (is_measured and all(each.passed for each in certification.model_classes)):
+    if not all(each.passed for each in certification.model_classes):
         raise OutOfTolerance(f"out of tolerance: {certification.fit.reason}")
+    if certification.not_probed:
+        raise OutOfTolerance(f"not certified: {certification.fit.reason}")
 
 
 def _shape_of(text: str) -> ExpertShape:
@@ -224,3 +226,5 @@ def _print_report(certification: Certification, document: dict[str, Any]) -> Non
         click.echo(f"Only calls of {', '.join(map(str, rows_a_call))} rows were looked at.")
     if fit.reason:
         click.echo(f"{fit.reason}.")
+    if certification.not_probed:
+        click.echo("Where a swarm takes its members' word, this node serves with accumulation UNKNOWN.")
