@@ -190,9 +190,13 @@ async def evaluate_logits(
     chunk_sizes: tuple[int, ...],
     output_path: Path,
     timeout_s: float = EVALUATE_TIMEOUT_S,
+    traces_path: Path | None = None,
 ) -> LogitsEvaluated:
-    """Run the tokens through in these chunks; the logits of every position end up in ``output_path``."""
-    request = EvaluateLogits(engine.next_request(), token_ids, chunk_sizes, str(output_path))
+    """Run the tokens through in these chunks; the logits of every position end up in ``output_path``, what
+    was seen inside in ``traces_path``, if there is one.
+    """
+    traces = None if traces_path is None else str(traces_path)
+    request = EvaluateLogits(engine.next_request(), token_ids, chunk_sizes, str(output_path), traces)
     return await engine.exchange(request, LogitsEvaluated, timeout_s)
 
 

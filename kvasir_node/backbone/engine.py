@@ -30,6 +30,7 @@ from kvasir_node.backbone.session import (
     run_session,
 )
 from kvasir_node.backbone.token_speed import measure_token_ns
+from kvasir_node.backbone.traces import TraceRecorder, write_traces
 from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.certificate import key_and_binding
 from kvasir_node.engine.channel import ControlChannel, fault_of
@@ -51,6 +52,7 @@ from kvasir_proto.errors import (
     NotReady,
     ProtocolError,
     RemoteProtocolError,
+    UsageError,
 )
 from kvasir_proto.ids import NodeId, SessionId
 from kvasir_proto.limits import as_sentence
@@ -92,6 +94,9 @@ log = get_logger()
 JOBS_WAITING_MAX: Final = 8
 """Sessions and evaluations that may wait for the decode thread; one more is refused."""
 
+TRACED_POSITIONS_MAX: Final = 4096
+"""What is seen inside stays in memory until all of it is: a megabyte for each position of a large model."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
@@ -127,6 +132,8 @@ class BackboneEngine:
         self._programs: dict[int, ExpertProgram] = {}
         """The expert program of each layer that was asked for while the trunk was measured."""
         self._layers_ns = 0
+        self._recorder: TraceRecorder | None = None
+        """Who looks on while logits are evaluated."""
         self._is_measuring = False
         """Experts' rows are zeros while it is found out how long the trunk takes."""
         self._n_calls_measuring = 0
@@ -310,6 +317,8 @@ class BackboneEngine:
         started = time.monotonic_ns()
         self._dispatcher(call)
         self._layers_ns += time.monotonic_ns() - started
+        if self._recorder is not None:
+            self._recorder.note(call)
 
     def _on_holder_lost(self, node_id: NodeId, code: str, reason: str) -> None:
         self._channel.send(HolderLost(node_id, code, as_sentence(reason)))
@@ -473,13 +482,24 @@ class BackboneEngine:
 
     def _evaluate(self, message: EvaluateLogits) -> None:
         """Decode the tokens chunk by chunk and write F32 logits [n_tokens, n_vocab] as a .npy file."""
+        recorder = None if message.traces_path is None else TraceRecorder()
+        beside: Trunk | None = None
         try:
             trunk = self._ready_trunk()
-            if sum(message.chunk_sizes) != len(message.token_ids):
+            n_tokens = len(message.token_ids)
+            if sum(message.chunk_sizes) != n_tokens:
                 raise LocalProtocolError("chunk sizes do not add up to the tokens")
+            if recorder is not None and n_tokens > TRACED_POSITIONS_MAX:
+                raise UsageError(f"at most {TRACED_POSITIONS_MAX} positions are looked into at once")
+            if recorder is not None or message.n_ubatch is not None:
+                # The context of sessions stays as it is, and nobody's looking on slows it down.
+                n_ctx, n_ubatch = -(-n_tokens // 256) * 256, message.n_ubatch or trunk.settings.n_ubatch
+                watch = None if recorder is None else recorder.watch
+                trunk = beside = trunk.beside(n_ctx, n_ubatch, watch)
+            self._recorder = recorder
             trunk.clear()
             calls_before, retried_before = self._hook_calls(), self._rows_retried()
-            logits = create_logits(Path(message.output_path), len(message.token_ids), trunk.n_vocab)
+            logits = create_logits(Path(message.output_path), n_tokens, trunk.n_vocab)
             chunk_ns, layers_ns = [], []
             start = 0
             for size in message.chunk_sizes:
@@ -494,9 +514,16 @@ class BackboneEngine:
                     logits[start + index] = trunk.logits(index)
                 start += size
             logits.flush()
+            if recorder is not None:
+                recorder.require_seen()
+                write_traces(Path(str(message.traces_path)), recorder.traces(n_tokens))
         except (KvasirError, ProtocolError, DecodeAborted, OSError) as error:
             self._channel.send(fault_of(message.request, error, "evaluation_failed"))
             return
+        finally:
+            self._recorder = None
+            if beside is not None:
+                beside.close()
         self._channel.send(
             LogitsEvaluated(
                 message.request,

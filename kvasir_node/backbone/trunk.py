@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class TrunkSettings:
     kv_type: str = "f16"
     device: str = NO_DEVICE
     """Where everything but the routed experts is computed: `ggml_devices.choose_device` reads it."""
+    flash_attention: bool = True
+    """With it llama.cpp rounds keys and values to F16 whatever the cache holds."""
 
 
 class ExpertSource(Protocol):
@@ -94,6 +96,28 @@ class Trunk:
         if not self._model:
             raise ModelUnusable(f"llama.cpp could not load the model{why_it_failed()}")
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._owns_model = True
+        try:
+            self._open_context(watch)
+        except BaseException:
+            llama_cpp.llama_model_free(self._model)
+            raise
+
+    def beside(self, n_ctx: int, n_ubatch: int, watch: GraphWatch | None = None) -> Trunk:
+        """Another context of this model, which may show its values: close it before this trunk.
+
+        Weights, all other settings and the experts' source are the same. Raises `UsageError` for values of a
+        device, `ModelUnusable` when the memory does not suffice for it.
+        """
+        other = object.__new__(Trunk)
+        other._experts, other.device_name = self._experts, self.device_name
+        other.settings = replace(self.settings, n_ctx=n_ctx, n_ubatch=min(n_ctx, n_ubatch))
+        other._model, other._vocabulary, other._owns_model = self._model, self._vocabulary, False
+        other._open_context(watch)
+        return other
+
+    def _open_context(self, watch: GraphWatch | None) -> None:
+        settings = self.settings
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = settings.n_ctx
         context.n_batch = settings.n_ctx
@@ -101,24 +125,26 @@ class Trunk:
         context.n_seq_max = 1
         context.n_threads = settings.n_threads
         context.n_threads_batch = settings.n_threads
-        context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        context.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if settings.flash_attention
+            else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         context.type_k = context.type_v = _KV_TYPES[settings.kv_type]
         context.no_perf = True
         # Or a graphics processor is lent the processor's experts for large batches, weights and all.
         context.op_offload = False
         if watch is not None:
-            if device is not None:
+            if self.device_name != NO_DEVICE:
                 raise UsageError("values of the graph can be seen on the processor only")
             watch.attach(context)
         self._context: Any = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
-            llama_cpp.llama_model_free(self._model)
             raise ModelUnusable(
                 f"llama.cpp could not make a context of {settings.n_ctx} tokens{why_it_failed()}"
             )
         if not llama_cpp.llama_get_memory(self._context):
             llama_cpp.llama_free(self._context)
-            llama_cpp.llama_model_free(self._model)
             raise ModelUnusable("the model remembers no sequence: it does not write text token by token")
         self._has_states = bool(
             llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
@@ -229,6 +255,6 @@ class Trunk:
             llama_cpp.llama_batch_free(self._batch)
             llama_cpp.llama_free(self._context)
             self._context = None
-        if self._model:
+        if self._model and self._owns_model:
             llama_cpp.llama_model_free(self._model)
-            self._model = None
+        self._model = None

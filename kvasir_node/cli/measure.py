@@ -21,16 +21,18 @@ from kvasir_node.cli.measure_levels import (
     compare_logits_of_sides,
     decisions,
     drift,
+    flash_attention_option,
     generation,
     logits_rows,
     save,
+    scored_option,
     task,
 )
 from kvasir_node.cli.measure_operations import ops
 from kvasir_node.cli.measure_report import report
 from kvasir_node.cli.measured_model import prepare_reference, random_model, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
-from kvasir_node.cli.parameters import NonEmptyText
+from kvasir_node.cli.parameters import NonEmptyPath, NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
 from kvasir_node.measure.layer import LayerMeasurement, LayerSettings, measure_layer
@@ -43,6 +45,7 @@ from kvasir_node.measure.logits import (
     parse_chunks,
     random_tokens,
 )
+from kvasir_node.measure.statistics import Scored
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
 from kvasir_node.working_directory import working_directory
@@ -131,6 +134,17 @@ for command in (ops, drift, decisions, generation, task, save, authority, report
     help="The same for the single process, whose routed experts stay with the processor. Default: --device.",
 )
 @click.option("--require-exact", is_flag=True, help="Exit with status 9 unless every logit is identical.")
+@click.option("--text", type=NonEmptyPath(path_type=Path), help="With --between: a text file to feed.")
+@click.option(
+    "--window", type=click.IntRange(2, CONTEXT_LENGTH_MAX), help=f"With --between. Default: {WINDOW}."
+)
+@click.option(
+    "--singly",
+    type=click.IntRange(0, CONTEXT_LENGTH_MAX),
+    help=f"With --between: so many tokens at each window's end one by one. Default: {SINGLY}.",
+)
+@scored_option
+@flash_attention_option
 @json_option
 @click.pass_obj
 def logits(
@@ -152,6 +166,11 @@ def logits(
     device: str,
     reference_device: str | None,
     require_exact: bool,
+    text: Path | None,
+    window: int | None,
+    singly: int | None,
+    scored: Scored,
+    flash_attention: str,
     as_json: bool,
 ) -> None:
     """Compare the logits of a swarm of real processes with those of one process, position by position.
@@ -167,16 +186,20 @@ def logits(
         asked = Asked(
             model=model,
             sides=between,
-            text=None,
+            text=text,
             positions=positions or POSITIONS,
-            window=WINDOW,
-            singly=SINGLY,
+            window=window or WINDOW,
+            singly=SINGLY if singly is None else singly,
             threads=threads,
             ubatch=ubatch,
             kv_type=kv_type or "f32",
+            scored=scored,
+            flash_attention=flash_attention == "on",
         )
         compare_logits_of_sides(session, asked, as_json)
         return
+    if (text, window, singly, scored, flash_attention) != (None, None, None, "all", "on"):
+        raise UsageError("--text, --window, --singly, --scored and --flash-attention go with --between")
     session.configure()
     if sum(option is not None for option in (token_ids, tokens_file, positions)) > 1:
         raise UsageError("give one of --token-ids, --tokens-file and --positions")

@@ -8,15 +8,22 @@ from typing import Any, Final
 import click
 
 from kvasir_node.bench.machine import describe_machine
-from kvasir_node.cli.measure_levels import SINGLY, TEXT_BYTES_MAX, WINDOW, plain
+from kvasir_node.cli.measure_levels import SINGLY, TEXT_BYTES_MAX, WINDOW, Asked, judge_sides, plain
 from kvasir_node.cli.measured_model import prepare_reference, stored_model
 from kvasir_node.cli.output import json_option, note, print_json, print_table
 from kvasir_node.cli.parameters import NonEmptyText
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.measure.authority import AuthorityComparison, Inside, measure_authority
+from kvasir_node.measure.authority import (
+    AuthorityComparison,
+    Inside,
+    SwarmAuthority,
+    authority_of_swarm,
+    measure_authority,
+)
 from kvasir_node.measure.backends_here import Backend, backends_here, choose_backends
 from kvasir_node.measure.in_process import InProcessModel, ModelSettings
 from kvasir_node.measure.recording import cut_into_windows
+from kvasir_node.measure.sides import LIVE, LLAMA_CPP, SAVED, SWARM, is_live, is_swarm
 from kvasir_node.measure.task import HELD_OUT_TEXT
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
@@ -35,6 +42,13 @@ BESIDE: Final = ("opencl-pocl", "opencl-intel", "reference-f64", "emulated-f16")
     help="Pairs such as ggml-cpu+reference-f64, comma-separated. Default: ggml-cpu beside others.",
 )
 @click.option(
+    "--between",
+    nargs=2,
+    metavar="BASE RUN",
+    help=f"Two backends, as --kernels has them; or {LLAMA_CPP} and a swarm as it runs: {LIVE}, {LIVE}:HOME, "
+    f"{SWARM} or {SWARM}:KERNEL+KERNEL.",
+)
+@click.option(
     "--model", type=NonEmptyText(), default=str(DEMO_MODEL), show_default="the demo's", help="A GGUF file."
 )
 @click.option("--positions", type=click.IntRange(2, 1 << 20), default=POSITIONS, show_default=True)
@@ -42,14 +56,30 @@ BESIDE: Final = ("opencl-pocl", "opencl-intel", "reference-f64", "emulated-f16")
 @json_option
 @click.pass_obj
 def authority(
-    session: CommandSession, kernels: str | None, model: str, positions: int, threads: int, as_json: bool
+    session: CommandSession,
+    kernels: str | None,
+    between: tuple[str, str] | None,
+    model: str,
+    positions: int,
+    threads: int,
+    as_json: bool,
 ) -> None:
     """Put replicated routers beside the pinned one, on kernels that really differ.
 
-    Status 9 when a pinned router's choice was not what was computed.
+    Of a swarm as it runs, with its one router: whether its holders were asked for what that chose, and how
+    far its choices are from llama.cpp's. Status 9 when a pinned router's choice was not what was computed.
     """
     session.configure()
     started = time.monotonic()
+    if between is not None:
+        if kernels is not None:
+            raise UsageError("give one of --kernels and --between")
+        if any(is_swarm(side) or is_live(side) for side in between):
+            _show_swarm(session, between, model, positions, threads, as_json)
+            return
+        if any(side == LLAMA_CPP or side.startswith(SAVED) for side in between):
+            raise UsageError(f"{LLAMA_CPP} and what is saved have no routers to replicate: name two backends")
+        kernels = "+".join(between)
     pairs = pairs_of(kernels, backends_here(threads, say=note))
     stored = stored_model(session.locations, model)
     prepare_reference(stored)
@@ -69,6 +99,42 @@ def authority(
             _print_pair(each)
         click.echo(f"{time.monotonic() - started:.1f} s")
     require_authority(found)
+
+
+def _show_swarm(
+    session: CommandSession, sides: tuple[str, str], model: str, positions: int, threads: int, as_json: bool
+) -> None:
+    reference, swarm = sides
+    if reference != LLAMA_CPP and not reference.startswith(SAVED):
+        raise UsageError(f"a swarm's choices stand beside {LLAMA_CPP} or {SAVED}DIRECTORY, given first")
+    asked = Asked(
+        model=model,
+        sides=sides,
+        text=None,
+        positions=positions,
+        window=WINDOW,
+        singly=SINGLY,
+        threads=threads,
+        ubatch=256,
+        kv_type="f32",
+        is_watched=True,
+    )
+    found, stored, took = judge_sides(session, asked, authority_of_swarm)
+    if as_json:
+        print_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "authority": [],
+                "swarms": [plain(found)],
+                "seconds": round(took, 1),
+                "machine": describe_machine(),
+                "model": file_report(stored),
+            }
+        )
+    else:
+        _print_swarm(found)
+        click.echo(f"{took:.1f} s")
+    require_obedience(swarm, found.pinned)
 
 
 def pairs_of(kernels: str | None, here: tuple[Backend, ...]) -> tuple[tuple[Backend, Backend], ...]:
@@ -93,18 +159,53 @@ def measure_pairs(
     settings = ModelSettings(n_ctx=WINDOW, n_threads=threads)
     with InProcessModel(stored, settings, is_watched=False) as alone:
         tokens = alone.tokenize(read_small_file(HELD_OUT_TEXT, TEXT_BYTES_MAX).decode())
-    windows = cut_into_windows(tokens, positions, WINDOW)
+        beginning = alone.tokenize("")
+    windows = cut_into_windows(tokens, positions, WINDOW, beginning)
     return tuple(measure_authority(stored, pair, windows, settings, SINGLY, note) for pair in pairs)
 
 
 def require_authority(found: tuple[AuthorityComparison, ...]) -> None:
     """Raise `OutOfTolerance` when somebody computed what a pinned router did not choose."""
     for each in found:
-        if each.pinned.decisions_disagreeing or each.pinned.rows_missing:
-            raise OutOfTolerance(
-                f"{each.a} and {each.b}: {each.pinned.decisions_disagreeing} choices of a pinned router were "
-                f"not what was computed, and {each.pinned.rows_missing} rows are missing"
-            )
+        require_obedience(f"{each.a} and {each.b}", each.pinned)
+
+
+def require_obedience(name: str, pinned: Inside) -> None:
+    """The same of one swarm."""
+    if pinned.decisions_disagreeing or pinned.rows_missing:
+        raise OutOfTolerance(
+            f"{name}: {pinned.decisions_disagreeing} choices of a pinned router were not what was computed, "
+            f"and {pinned.rows_missing} rows are missing"
+        )
+
+
+def _print_swarm(found: SwarmAuthority) -> None:
+    inside, outside, choices = found.pinned, found.outside, found.outside_choices
+    click.echo(f"{found.swarm}, {found.positions} positions\n")
+    rows = [
+        (
+            "inside: the router's choice, and what holders were asked for",
+            (
+                f"{inside.decisions_disagreeing} of {inside.decisions} differ, {inside.rows_missing} of "
+                f"{inside.rows} rows missing"
+            ),
+        ),
+        (
+            f"outside: its router's choice, and {found.reference}'s",
+            (
+                f"{choices.decisions_disagreeing} of {choices.decisions} differ, {choices.tokens_borderline} "
+                "tokens are borderline"
+            ),
+        ),
+        (
+            f"its logits beside {found.reference}",
+            (
+                f"mean KLD {outside.mean_kld:.1e}, same top {100 * outside.top1_agreement:.2f} %, perplexity "
+                f"{100 * (outside.perplexity_change or 0):+.3f} %"
+            ),
+        ),
+    ]
+    print_table(("DISAGREEMENT", "FOUND"), rows)
 
 
 def _print_pair(found: AuthorityComparison) -> None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import click
 
@@ -18,13 +18,26 @@ from kvasir_node.cli.output_directory import prepare_output
 from kvasir_node.cli.parameters import NonEmptyPath, NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
+from kvasir_node.locations import Locations
 from kvasir_node.measure.backends_here import Backend, backends_here
 from kvasir_node.measure.in_process import ModelSettings
 from kvasir_node.measure.levels import LevelsComparison, compare_recordings
+from kvasir_node.measure.live_side import check_backbone
 from kvasir_node.measure.recording import Recording, Workload, cut_into_windows, record
 from kvasir_node.measure.saved_reference import load_reference, save_reference
-from kvasir_node.measure.sides import LLAMA_CPP, SAVED, SWARM, SideSettings, check_side, is_swarm, open_side
-from kvasir_node.measure.statistics import LogitsComparison
+from kvasir_node.measure.sides import (
+    LIVE,
+    LLAMA_CPP,
+    SAVED,
+    SWARM,
+    SideSettings,
+    check_side,
+    home_of,
+    is_live,
+    is_swarm,
+    open_side,
+)
+from kvasir_node.measure.statistics import LogitsComparison, Scored
 from kvasir_node.measure.task import HELD_OUT_TEXT, read_items
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
@@ -43,6 +56,7 @@ ITEMS: Final = 640
 TEXT_BYTES_MAX: Final = 16 << 20
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +75,19 @@ class Asked:
     prompts: int = 0
     n_generated: int = 0
     items: int = 0
+    scored: Scored = "all"
+    flash_attention: bool = True
+    is_watched: bool = False
+    """Whether hidden states and choices are kept, where there are any to be seen."""
+
+
+flash_attention_option = click.option(
+    "--flash-attention",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    help="Of sides in this process. Switched on, llama.cpp rounds keys and values to F16 in any cache.",
+)
 
 
 def level_options(function: FunctionT) -> FunctionT:
@@ -91,6 +118,7 @@ def level_options(function: FunctionT) -> FunctionT:
         click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True),
         click.option("--ubatch", type=click.IntRange(1, 4096), default=256, show_default=True),
         click.option("--kv-type", type=click.Choice(["f16", "f32"]), default="f32", show_default=True),
+        flash_attention_option,
         json_option,
     )
     for option in reversed(options):
@@ -104,8 +132,17 @@ between_option = click.option(
     default=(LLAMA_CPP, "ggml-cpu"),
     show_default=True,
     metavar="BASE RUN",
-    help=f"Two sides: {LLAMA_CPP}, {SWARM}, {SWARM}:KERNEL+KERNEL, a backend that 'measure ops' lists, or "
-    f"{SAVED}DIRECTORY.",
+    help=f"Two sides: {LLAMA_CPP}, {LIVE} (the swarm of this home's daemon), {LIVE}:HOME, {SWARM} (of engines"
+    f" started for this), {SWARM}:KERNEL+KERNEL, a backend of 'measure ops', or {SAVED}DIRECTORY.",
+)
+
+
+scored_option = click.option(
+    "--scored",
+    type=click.Choice(get_args(Scored)),
+    default="all",
+    show_default=True,
+    help="Which positions of a window count: second-half, without the last, is what llama-perplexity scores.",
 )
 
 
@@ -164,11 +201,13 @@ def generation(session: CommandSession, /, as_json: bool, prompts: int, tokens: 
     show_default=True,
     help="Cloze items: the right last word among four.",
 )
+@scored_option
 @level_options
 @click.pass_obj
-def task(session: CommandSession, /, as_json: bool, items: int, **options: Any) -> None:
+def task(session: CommandSession, /, as_json: bool, items: int, scored: Scored, **options: Any) -> None:
     """Show what a difference costs: perplexity on held-out text, and a cloze score."""
-    _run_level(session, asked_of(options, items=items), "task", as_json, _print_task)
+    asked = dataclasses.replace(asked_of(options, items=items), scored=scored)
+    _run_level(session, asked, "task", as_json, _print_task)
 
 
 @click.command("save")
@@ -197,12 +236,15 @@ def save(
     """
     session.configure()
     asked = asked_of({**options, "between": (side, side)}, prompts=prompts, n_generated=tokens, items=items)
+    asked = dataclasses.replace(asked, is_watched=True)
     if side.startswith(SAVED):
         raise UsageError("what is saved already need not be saved again")
     prepare_output(out, is_new=True)
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
-        (recording,) = run_in_foreground(record_sides, stored, asked, backends, (side,), directory, out)
+        (recording,) = run_in_foreground(
+            record_sides, session.locations, stored, asked, backends, (side,), directory, out
+        )
         save_reference(recording, out)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -222,13 +264,22 @@ def save(
 
 def compare_sides(session: CommandSession, asked: Asked) -> tuple[LevelsComparison, StoredModel, float]:
     """Record both sides, unless saved, and compare; with the seconds it took. Raises `UsageError`."""
+    return judge_sides(session, asked, lambda base, run: compare_recordings(base, run, asked.scored))
+
+
+def judge_sides(
+    session: CommandSession, asked: Asked, judge: Callable[[Recording, Recording], ResultT]
+) -> tuple[ResultT, StoredModel, float]:
+    """What `judge` makes of both sides' answers, whose files are gone afterwards. As `compare_sides`."""
     session.configure()
     started = time.monotonic()
     stored, backends = _prepared(session, asked)
     with working_directory(session.locations.cache, "measure") as directory:
-        base, run = run_in_foreground(record_sides, stored, asked, backends, asked.sides, directory, None)
-        compared = compare_recordings(base, run)
-    return compared, stored, time.monotonic() - started
+        base, run = run_in_foreground(
+            record_sides, session.locations, stored, asked, backends, asked.sides, directory, None
+        )
+        judged = judge(base, run)
+    return judged, stored, time.monotonic() - started
 
 
 def compare_logits_of_sides(session: CommandSession, asked: Asked, as_json: bool) -> None:
@@ -255,39 +306,77 @@ def compare_logits_of_sides(session: CommandSession, asked: Asked, as_json: bool
 
 
 def logits_rows(compared: LogitsComparison) -> list[tuple[str, str]]:
-    """The statistics of logits by llama-perplexity's names, as lines of a table."""
+    """The statistics of logits by llama-perplexity's names and in its order, as lines of a table."""
     rows = [
         ("Positions", f"{compared.positions}"),
         ("Maximum |delta| of a logit", f"{compared.max_abs_delta:g}"),
         ("RMS delta of a logit", f"{compared.rms_delta:g}"),
         ("First different position", f"{compared.first_difference}"),
-        ("Same top p", f"{100 * compared.top1_agreement:.3f} %"),
-        (
-            "Same top p, 95 %",
-            f"{100 * compared.top1_95.low:.3f} to {100 * compared.top1_95.high:.3f} %",
-        ),
         ("Positions with a margin under 1e-4", f"{compared.borderline_positions}"),
+        *_perplexity_rows(compared),
         ("Mean    KLD", f"{compared.mean_kld:.6g} ± {compared.mean_kld_error:.2g}"),
         ("Mean    KLD, 95 %", f"{compared.mean_kld_95.low:.3g} to {compared.mean_kld_95.high:.3g}"),
         ("Maximum KLD", f"{compared.maximum_kld:.6g}"),
-        ("99.0%   KLD", f"{compared.kld_99:.6g}"),
-        ("Median  KLD", f"{compared.median_kld:.6g}"),
-        ("Minimum KLD", f"{compared.minimum_kld:.6g}"),
     ]
-    if compared.mean_ln_ppl_ratio is not None and compared.perplexity_change_95 is not None:
-        change = compared.perplexity_change_95
-        rows += [
-            ("Mean PPL(base)", f"{compared.base_perplexity:.4f}"),
-            ("Mean PPL(Q)", f"{compared.run_perplexity:.4f}"),
-            (
-                "Mean ln(PPL(Q)/PPL(base))",
-                f"{compared.mean_ln_ppl_ratio:.6g} ± {compared.mean_ln_ppl_ratio_error or 0.0:.2g}",
-            ),
-            ("Change of PPL, 95 %", f"{100 * change.low:+.4f} to {100 * change.high:+.4f} %"),
-            ("Mean    Δp", f"{100 * (compared.mean_delta_p or 0.0):.4g} %"),
-            ("RMS Δp", f"{100 * (compared.rms_delta_p or 0.0):.4g} %"),
-        ]
+    percentiles = {**compared.kld_percentiles, "99.0": compared.kld_99, "50.0": compared.median_kld}
+    for percent in sorted(percentiles, key=float, reverse=True):
+        name = "Median " if percent == "50.0" else f"{percent:>4}%  "
+        rows.append((f"{name} KLD", f"{percentiles[percent]:.6g}"))
+    rows += [("Minimum KLD", f"{compared.minimum_kld:.6g}"), *_delta_p_rows(compared)]
+    top, interval = 100 * compared.top1_agreement, compared.top1_95
+    rows += [
+        ("Same top p", f"{top:.3f} ± {100 * compared.top1_agreement_error:.3f} %"),
+        ("Same top p, 95 %", f"{100 * interval.low:.3f} to {100 * interval.high:.3f} %"),
+    ]
     return rows
+
+
+def _perplexity_rows(compared: LogitsComparison) -> list[tuple[str, str]]:
+    change = compared.perplexity_change_95
+    if compared.base_perplexity is None or compared.run_perplexity is None or change is None:
+        return []
+    correlation = compared.ln_ppl_correlation
+    rows = [
+        ("Mean PPL(Q)", _with_error(compared.run_perplexity, compared.run_perplexity_error)),
+        ("Mean PPL(base)", _with_error(compared.base_perplexity, compared.base_perplexity_error)),
+        ("Cor(ln(PPL(Q)), ln(PPL(base)))", "-" if correlation is None else f"{100 * correlation:.2f} %"),
+        (
+            "Mean ln(PPL(Q)/PPL(base))",
+            _with_error(compared.mean_ln_ppl_ratio, compared.mean_ln_ppl_ratio_error),
+        ),
+        (
+            "Mean PPL(Q)/PPL(base)",
+            _with_error(1 + (compared.perplexity_change or 0.0), compared.perplexity_ratio_error),
+        ),
+        (
+            "Mean PPL(Q)-PPL(base)",
+            _with_error(compared.perplexity_difference, compared.perplexity_difference_error),
+        ),
+        ("Change of PPL, 95 %", f"{100 * change.low:+.4f} to {100 * change.high:+.4f} %"),
+    ]
+    return rows
+
+
+def _delta_p_rows(compared: LogitsComparison) -> list[tuple[str, str]]:
+    if compared.delta_p_percentiles is None:
+        return []
+    percentiles = {**compared.delta_p_percentiles, "50.0": compared.median_delta_p or 0.0}
+    rows = [
+        ("Mean    Δp", f"{_with_error(compared.mean_delta_p, compared.mean_delta_p_error, 100)} %"),
+        ("Maximum Δp", f"{100 * (compared.maximum_delta_p or 0.0):.4g} %"),
+    ]
+    for percent in sorted(percentiles, key=float, reverse=True):
+        name = "Median " if percent == "50.0" else f"{percent:>4}%  "
+        rows.append((f"{name} Δp", f"{100 * percentiles[percent]:.4g} %"))
+    rows += [
+        ("Minimum Δp", f"{100 * (compared.minimum_delta_p or 0.0):.4g} %"),
+        ("RMS Δp", f"{_with_error(compared.rms_delta_p, compared.rms_delta_p_error, 100)} %"),
+    ]
+    return rows
+
+
+def _with_error(value: float | None, error: float | None, factor: float = 1.0) -> str:
+    return f"{factor * (value or 0.0):.6g} ± {factor * (error or 0.0):.2g}"
 
 
 def plain(value: Any) -> Any:
@@ -315,6 +404,7 @@ def asked_of(options: dict[str, Any], *, prompts: int = 0, n_generated: int = 0,
         threads=options["threads"],
         ubatch=options["ubatch"],
         kv_type=options["kv_type"],
+        flash_attention=options["flash_attention"] == "on",
         prompts=prompts,
         n_generated=n_generated,
         items=items,
@@ -324,11 +414,14 @@ def asked_of(options: dict[str, Any], *, prompts: int = 0, n_generated: int = 0,
 def _prepared(session: CommandSession, asked: Asked) -> tuple[StoredModel, tuple[Backend, ...]]:
     """The model, and the backends where one is asked for; asking for devices costs a second."""
     is_needed = any(
-        side != LLAMA_CPP and not is_swarm(side) and not side.startswith(SAVED) for side in asked.sides
+        side != LLAMA_CPP and not (is_swarm(side) or is_live(side) or side.startswith(SAVED))
+        for side in asked.sides
     )
     backends = backends_here(asked.threads, say=note) if is_needed else ()
     for side in asked.sides:
         check_side(side, backends)
+        if (is_swarm(side) or is_live(side)) and not asked.flash_attention:
+            raise UsageError("engines of a swarm always use flash attention")
     stored = stored_model(session.locations, asked.model)
     prepare_reference(stored)
     return stored, backends
@@ -345,6 +438,7 @@ def _text_of(asked: Asked) -> str:
 
 
 async def record_sides(
+    home: Locations,
     stored: StoredModel,
     asked: Asked,
     backends: tuple[Backend, ...],
@@ -367,8 +461,13 @@ async def record_sides(
             n_ubatch=asked.ubatch,
             n_threads=asked.threads,
             kv_type=asked.kv_type,
-        )
+            flash_attention=asked.flash_attention,
+        ),
+        home,
+        is_watched=asked.is_watched,
     )
+    for name in filter(is_live, names):  # before anybody computes for minutes
+        await check_backbone(name, home_of(name, home), stored)
     found = []
     for number, name in enumerate(names):
         if name in saved:
@@ -402,7 +501,8 @@ def _as_asked(recording: Recording, workload: Workload | None) -> Recording:
 async def _workload(stored: StoredModel, asked: Asked, tokenize: Callable[[str], Any]) -> Workload:
     windows: tuple[tuple[int, ...], ...] = ()
     if asked.positions:
-        windows = cut_into_windows(await tokenize(_text_of(asked)), asked.positions, asked.window)
+        tokens, beginning = await tokenize(_text_of(asked)), await tokenize("")
+        windows = cut_into_windows(tokens, asked.positions, asked.window, beginning)
     prompts = [await tokenize(each.context) for each in read_items(n_items=asked.prompts or 1)]
     return Workload(
         model_digest=stored.digest,
@@ -421,8 +521,7 @@ def _run_level(
     as_json: bool,
     show: Callable[[LevelsComparison], None],
 ) -> None:
-    if level in ("drift", "decisions") and any(map(is_swarm, asked.sides)):
-        raise UsageError(f"a swarm's engines show logits only: '{level}' takes {LLAMA_CPP} and backends")
+    asked = dataclasses.replace(asked, is_watched=level in ("drift", "decisions"))
     compared, stored, took = compare_sides(session, asked)
     if level in ("drift", "decisions") and compared.drift is None:
         raise UsageError("nobody looked inside what was saved: save it again")

@@ -24,6 +24,7 @@ from kvasir_node.measure.operations import (
     measure_operations,
 )
 from kvasir_node.measure.published import PUBLISHED, PUBLISHED_SHAPE, PUBLISHED_USED
+from kvasir_node.measure.sides import LLAMA_CPP, SAVED, is_live, is_swarm
 from kvasir_proto.capability import BATCH_CLASSES
 from kvasir_proto.errors import EngineFailed, OutOfTolerance, UsageError
 from kvasir_proto.tensor_types import TENSOR_TYPES_BY_NAME
@@ -41,7 +42,8 @@ _SHAPE: Final = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 
 
 @click.command("ops")
-@click.option("--backends", default=ALL, show_default=True, help="Backends by name, comma-separated.")
+@click.option("--backends", help="Backends by name, comma-separated. Default: all.")
+@click.option("--between", nargs=2, metavar="A B", help="Two of them.")
 @click.option(
     "--shape",
     default=_DEMO,
@@ -60,7 +62,8 @@ _SHAPE: Final = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 @click.pass_obj
 def ops(
     session: CommandSession,
-    backends: str,
+    backends: str | None,
+    between: tuple[str, str] | None,
     shape: str,
     weight_types: str | None,
     batch_classes: str | None,
@@ -76,7 +79,12 @@ def ops(
     session.configure()
     settings = settings_of(shape, weight_types, batch_classes, seed)
     started = time.monotonic()
-    chosen = choose_backends(backends, backends_here(threads, say=note))
+    if backends is not None and between is not None:
+        raise UsageError("give one of --backends and --between")
+    wanted = backends or ",".join(between or (ALL,))
+    for side in wanted.split(","):
+        _check_shows_operations(side)
+    chosen = choose_backends(wanted, backends_here(threads, say=note))
     if len(chosen) < 2:
         raise UsageError(f"{chosen[0].name} alone has nothing to be compared with")
     measured = measure_operations(chosen, settings, note)
@@ -95,6 +103,17 @@ def ops(
     if absent is not None and backends.strip() != ALL:
         raise EngineFailed(f"{absent.name} was asked for and took no part: {absent.missing}")
     require_tolerance(measured)
+
+
+def _check_shows_operations(side: str) -> None:
+    """Raise `UsageError` for a side that is no kernel of this process."""
+    if is_live(side) or is_swarm(side):
+        raise UsageError(
+            f"{side}: a swarm shows what is behind whole layers, not single operations: 'measure drift "
+            f"--between {LLAMA_CPP} {side}' has that, and 'certify' on a node that node's operations"
+        )
+    if side == LLAMA_CPP or side.startswith(SAVED):
+        raise UsageError(f"{side}: operations are of backends: llama.cpp's own kernel here is ggml-cpu")
 
 
 def settings_of(

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import trio
 
 from kvasir_node.bench.machine import describe_machine
-from kvasir_node.cli.measure_authority import BESIDE, measure_pairs, pairs_of, require_authority
+from kvasir_node.cli.measure_authority import (
+    BESIDE,
+    measure_pairs,
+    pairs_of,
+    require_authority,
+    require_obedience,
+)
 from kvasir_node.cli.measure_levels import (
     SINGLY,
     WINDOW,
@@ -31,14 +38,15 @@ from kvasir_node.cli.output_directory import prepare_output
 from kvasir_node.cli.parameters import NonEmptyPath, NonEmptyText
 from kvasir_node.cli.session import CommandSession
 from kvasir_node.foreground import run_in_foreground
-from kvasir_node.measure.authority import AuthorityComparison
+from kvasir_node.measure.authority import AuthorityComparison, SwarmAuthority, authority_of_swarm
 from kvasir_node.measure.backends_here import Backend, backends_here, choose_backends
 from kvasir_node.measure.causes import measure_causes
 from kvasir_node.measure.levels import THRESHOLDS, LevelsComparison, compare_recordings
+from kvasir_node.measure.live_side import check_backbone
 from kvasir_node.measure.operations import OperationsMeasurement, measure_operations
 from kvasir_node.measure.published import PUBLISHED
 from kvasir_node.measure.report_page import render_page
-from kvasir_node.measure.sides import LLAMA_CPP, SWARM, is_swarm, workers_of
+from kvasir_node.measure.sides import LIVE, LLAMA_CPP, SWARM, home_of, is_live, is_swarm, workers_of
 from kvasir_node.model.report import file_report
 from kvasir_node.model.store import DEMO_MODEL, StoredModel
 from kvasir_node.working_directory import working_directory
@@ -70,6 +78,12 @@ _RUNS: Final = ("ggml-cpu", *BESIDE, "ggml-neon-v8.6")
 @click.option("--items", type=click.IntRange(1, 65536), default=ITEMS, show_default=True, help="Cloze items.")
 @click.option("--prompts", type=click.IntRange(1, 4096), default=PROMPTS, show_default=True)
 @click.option("--runs", help="Sides beside llama.cpp, comma-separated. Default: those of another arithmetic.")
+@click.option(
+    "--live",
+    type=NonEmptyText(),
+    metavar="HOME",
+    help="The home of a running backbone's daemon, whose swarm is a side too.",
+)
 @click.option("--operations", default="all", show_default=True, help="Backends of the per-op delta.")
 @click.option("--published/--no-published", default=True, help="Measure at the published shape too.")
 @click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True)
@@ -83,6 +97,7 @@ def report(
     items: int,
     prompts: int,
     runs: str | None,
+    live: str | None,
     operations: str,
     published: bool,
     threads: int,
@@ -97,7 +112,11 @@ def report(
     started = time.monotonic()
     here = backends_here(threads, say=note)
     names = _sides(runs, here)
+    if live is not None:
+        names = tuple(dict.fromkeys((*names, f"{LIVE}:{live}")))
     stored = stored_model(session.locations, model)
+    for name in filter(is_live, names):  # before minutes of measuring
+        trio.run(check_backbone, name, home_of(name, session.locations), stored)
     prepare_reference(stored)
     asked = Asked(
         model=model,
@@ -112,17 +131,21 @@ def report(
         prompts=prompts,
         n_generated=GENERATED,
         items=items,
+        is_watched=True,
     )
     with working_directory(session.locations.cache, "measure") as directory:
         measured = _measure_operations(operations, here)
         beside = _measure_published(here) if published else None
         recordings = run_in_foreground(
-            record_sides, stored, asked, here, (LLAMA_CPP, *names), directory, None
+            record_sides, session.locations, stored, asked, here, (LLAMA_CPP, *names), directory, None
         )
         compared = [compare_recordings(recordings[0], each) for each in recordings[1:]]
+        swarms = [
+            authority_of_swarm(recordings[0], each) for each in recordings[1:] if _is_of_processes(each.side)
+        ]
     pairs = pairs_of(_pairs_among(names), here)
     authority = measure_pairs(stored, pairs, max(64, positions // 2), threads)
-    document = _document(stored, measured, beside, compared, authority)
+    document = _document(stored, measured, beside, compared, authority, swarms)
     document["seconds"] = round(time.monotonic() - started, 1)
     (out / _DATA).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (out / _PAGE).write_text(render_page(document), encoding="utf-8")
@@ -132,6 +155,8 @@ def report(
         click.echo(f"{out / _PAGE} and {_DATA}, {document['seconds']} s")
     require_tolerance(measured)
     require_authority(authority)
+    for each in swarms:
+        require_obedience(each.swarm, each.pinned)
 
 
 def _sides(runs: str | None, here: tuple[Backend, ...]) -> tuple[str, ...]:
@@ -139,18 +164,23 @@ def _sides(runs: str | None, here: tuple[Backend, ...]) -> tuple[str, ...]:
     if runs is None:
         return (*(name for name in _RUNS if name in known), SWARM)
     names = tuple(dict.fromkeys(part.strip() for part in runs.split(",")))
-    unknown = next((name for name in names if name not in known and not is_swarm(name)), None)
+    unknown = next((name for name in names if name not in known and not _is_of_processes(name)), None)
     if unknown is not None:
-        raise UsageError(f"there is no {unknown!r} here: there are {', '.join(sorted(known))} and {SWARM}")
+        here_are = ", ".join((*sorted(known), SWARM, LIVE))
+        raise UsageError(f"there is no {unknown!r} here: there are {here_are}")
     for name in filter(is_swarm, names):
         workers_of(name)
     return names
 
 
+def _is_of_processes(name: str) -> bool:
+    return is_swarm(name) or is_live(name)
+
+
 def _pairs_among(names: tuple[str, ...]) -> str:
     """ggml beside each of another arithmetic among the runs, three at most; itself where there is none."""
     others: list[str] = [name for name in BESIDE if name in names]
-    others = others or [name for name in names if name != "ggml-cpu" and not is_swarm(name)]
+    others = others or [name for name in names if name != "ggml-cpu" and not _is_of_processes(name)]
     return ",".join(f"ggml-cpu+{name}" for name in others[:3]) or "ggml-cpu+ggml-cpu"
 
 
@@ -172,6 +202,7 @@ def _document(
     beside: OperationsMeasurement | None,
     compared: list[LevelsComparison],
     authority: tuple[AuthorityComparison, ...],
+    swarms: list[SwarmAuthority],
 ) -> dict[str, Any]:
     per_op = operations_document(measured)
     pairs = per_op.pop("pairs")
@@ -208,6 +239,7 @@ def _document(
             for each in compared
         ],
         "authority": plain(authority),
+        "swarms": plain(swarms),
         "causes": plain(measure_causes()),
     }
 

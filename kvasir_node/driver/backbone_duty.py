@@ -411,7 +411,12 @@ class BackboneDuty:
         try:
             reply = await engine.exchange(
                 EvaluateLogits(
-                    engine.next_request(), request.token_ids, request.chunk_sizes, request.output_path
+                    engine.next_request(),
+                    request.token_ids,
+                    request.chunk_sizes,
+                    request.output_path,
+                    request.traces_path,
+                    request.n_ubatch,
                 ),
                 LogitsEvaluated,
                 SESSION_TIMEOUT_MS / 1000,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_node.backbone.hook import ExpertHook, LayerCall
+from kvasir_node.backbone.traces import Numbers, Rows, Traces, joined_traces
 from kvasir_node.kernels.addressed_arrays import array_at
 from kvasir_node.kernels.port import ExpertKernel
 from kvasir_node.measure.backends_here import Backend
@@ -26,18 +27,15 @@ from kvasir_node.measure.in_process import (
     InProcessModel,
     KernelExperts,
     ModelSettings,
-    Rows,
-    Traces,
-    joined_traces,
     rows_of_pairs,
 )
-from kvasir_node.measure.recording import chunks_of
+from kvasir_node.measure.levels import compare_recordings
+from kvasir_node.measure.recording import Recording, chunks_of
 from kvasir_node.measure.statistics import LogitsComparison, compare_logits
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.store import StoredModel
-from kvasir_proto.errors import EngineFailed
+from kvasir_proto.errors import EngineFailed, UsageError
 
-Numbers = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 
 STEP_TIMEOUT_S: Final = 120.0
@@ -75,6 +73,49 @@ class AuthorityComparison:
     pinned: Inside
     outside: dict[str, LogitsComparison]
     outside_choices: dict[str, DecisionComparison]
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmAuthority:
+    """A swarm that runs as it is, with its one router: what was computed inside, and how far it is from the
+    reference outside.
+    """
+
+    swarm: str
+    reference: str
+    positions: int
+    pinned: Inside
+    outside: LogitsComparison
+    outside_choices: DecisionComparison
+
+
+def authority_of_swarm(reference: Recording, swarm: Recording) -> SwarmAuthority:
+    """Both were asked the same, and looked into. Raises `UsageError` otherwise, and where nobody saw what the
+    swarm's holders were asked for.
+    """
+    compared = compare_recordings(reference, swarm)
+    traces = swarm.traces
+    if compared.logits is None or compared.decisions is None or traces is None:
+        raise UsageError(f"nobody looked inside {reference.side} or {swarm.side}")
+    if traces.asked is None:
+        raise UsageError(f"{swarm.side} asks no holders: it has no router's word to obey")
+    asked = dict(zip(traces.moe_layers, traces.asked, strict=True))
+    return SwarmAuthority(
+        swarm=swarm.side,
+        reference=reference.side,
+        positions=compared.positions,
+        pinned=Inside(
+            choices=None,
+            rows=traces.experts.size,
+            rows_missing=traces.experts.size - traces.asked.size,
+            decisions=traces.experts.shape[0] * traces.experts.shape[1],
+            decisions_disagreeing=disagreeing_decisions(traces, asked),
+            logits=None,
+            first_divergent_token=None,
+        ),
+        outside=compared.logits,
+        outside_choices=compared.decisions,
+    )
 
 
 @dataclass(frozen=True, slots=True)

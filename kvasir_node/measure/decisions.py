@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.measure.in_process import Traces
+from kvasir_node.backbone.traces import Traces
 from kvasir_node.measure.intervals import Interval, share_interval
 from kvasir_proto.errors import EngineFailed
 

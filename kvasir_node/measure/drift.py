@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_node.measure.in_process import Traces
+from kvasir_node.backbone.traces import Traces
 from kvasir_proto.errors import EngineFailed
 
 Float64Array = npt.NDArray[np.float64]

@@ -7,55 +7,20 @@ Apart from swarms of engine processes because those show logits only. It refuses
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from kvasir_node.backbone.graph_watch import GraphWatch, Values
 from kvasir_node.backbone.hook import ExpertHook, LayerCall
+from kvasir_node.backbone.traces import Numbers, Rows, TraceRecorder, Traces
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
 from kvasir_node.certification.synthetic_model import MakeKernel
 from kvasir_node.engine.llama_log import capture_llama_log
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.store import StoredModel
-from kvasir_proto.errors import EngineFailed
-
-Rows = npt.NDArray[np.float32]
-Numbers = npt.NDArray[np.int32]
-
-_HIDDEN: Final = "l_out"
-_ROUTER: Final = "ffn_moe_logits"
-_EXPERTS: Final = "ffn_moe_topk"
-_WATCHED: Final = re.compile(rf"({_HIDDEN}|{_ROUTER}|{_EXPERTS})-(\d+)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """What was seen inside: `hidden` [layers, positions, n_embd] behind each of `layers`, `router` [MoE
-    layers, positions, n_expert] before its softmax, `experts` [MoE layers, positions, n_used] as chosen.
-    """
-
-    layers: tuple[int, ...]
-    moe_layers: tuple[int, ...]
-    hidden: Rows
-    router: Rows
-    experts: Numbers
-
-
-def joined_traces(traces: Sequence[Traces]) -> Traces:
-    """The traces of several windows, one after the other; there is one at least."""
-    return Traces(
-        traces[0].layers,
-        traces[0].moe_layers,
-        np.concatenate([each.hidden for each in traces], axis=1),
-        np.concatenate([each.router for each in traces], axis=1),
-        np.concatenate([each.experts for each in traces], axis=1),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +39,7 @@ class ModelSettings:
     n_ubatch: int = 256
     n_threads: int = 1
     kv_type: str = "f32"
+    flash_attention: bool = True
 
 
 class Experts(Protocol):
@@ -126,6 +92,13 @@ def rows_of_pairs(call: LayerCall) -> Numbers:
     return pairs if call.x_rows == n_pairs else pairs // np.int32(call.n_slots)
 
 
+def load_vocabulary(model: StoredModel) -> Trunk:
+    """The model without its weights: enough to tokenise as others do who run it. Raises `ModelUnusable`."""
+    capture_llama_log()
+    settings = TrunkSettings(n_ctx=256, n_ubatch=256, n_threads=1)
+    return Trunk(model.verified_backbone_path(), settings, None, header_only=True)
+
+
 class InProcessModel:
     """A model loaded in this process. A context manager; one thread drives it at a time."""
 
@@ -143,18 +116,19 @@ class InProcessModel:
         """
         capture_llama_log()
         self._experts = experts
-        self._seen: dict[tuple[str, int], list[Values]] = {}
-        self._watch = GraphWatch(self._wants, self._take) if is_watched else None
+        self._recorder = TraceRecorder() if is_watched else None
         path = model.reference_path() if experts is None else model.verified_backbone_path()
         trunk_settings = TrunkSettings(
             n_ctx=settings.n_ctx,
             n_ubatch=settings.n_ubatch,
             n_threads=settings.n_threads,
             kv_type=settings.kv_type,
+            flash_attention=settings.flash_attention,
         )
         hook = None if experts is None else experts.hook
         try:
-            self._trunk = Trunk(path, trunk_settings, hook, watch=self._watch)
+            watch = None if self._recorder is None else self._recorder.watch
+            self._trunk = Trunk(path, trunk_settings, hook, watch=watch)
         except BaseException:
             if experts is not None:
                 experts.close()
@@ -184,7 +158,8 @@ class InProcessModel:
 
         Raises what a decode raises.
         """
-        self._seen.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
         self._trunk.clear()
         logits = np.empty((len(tokens), self.n_vocab), np.float32)
         start = 0
@@ -193,7 +168,7 @@ class InProcessModel:
             for index in range(size):
                 logits[start + index] = self._trunk.logits(index)
             start += size
-        return logits, self._traces(len(tokens))
+        return logits, None if self._recorder is None else self._recorder.traces(len(tokens))
 
     def greedy(self, tokens: Sequence[int], n_tokens: int) -> Continuation:
         """The most likely continuation; the lowest token wins a tie. Ends early where a text ends."""
@@ -215,33 +190,5 @@ class InProcessModel:
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool = False) -> None:
         self._trunk.decode(tokens, all_logits=all_logits)
-        if self._watch is not None and self._watch.failure is not None:
-            raise EngineFailed(f"what llama.cpp computed could not be read: {self._watch.failure}")
-
-    def _wants(self, name: str) -> bool:
-        return _WATCHED.fullmatch(name) is not None
-
-    def _take(self, name: str, values: Values) -> None:
-        match = _WATCHED.fullmatch(name)
-        if match is not None:
-            self._seen.setdefault((match[1], int(match[2])), []).append(values)
-
-    def _traces(self, n_positions: int) -> Traces | None:
-        if self._watch is None:
-            return None
-        layers = tuple(sorted(layer for kind, layer in self._seen if kind == _HIDDEN))
-        moe_layers = tuple(sorted(layer for kind, layer in self._seen if kind == _EXPERTS))
-
-        def stacked(kind: str, where: Sequence[int], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
-            parts = [np.concatenate(self._seen[kind, layer]) for layer in where]
-            if any(len(part) != n_positions for part in parts):
-                raise EngineFailed(f"{kind} was not computed for every position")
-            return np.stack(parts) if parts else np.zeros((0, n_positions, 0), dtype)
-
-        return Traces(
-            layers=layers,
-            moe_layers=moe_layers,
-            hidden=stacked(_HIDDEN, layers, np.float32).astype(np.float32, copy=False),
-            router=stacked(_ROUTER, moe_layers, np.float32).astype(np.float32, copy=False),
-            experts=stacked(_EXPERTS, moe_layers, np.int32).astype(np.int32, copy=False),
-        )
+        if self._recorder is not None:
+            self._recorder.require_seen()

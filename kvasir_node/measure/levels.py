@@ -14,7 +14,7 @@ from kvasir_node.measure.decisions import DecisionComparison, compare_choices
 from kvasir_node.measure.drift import DriftComparison, compare_hidden
 from kvasir_node.measure.generation import GenerationComparison, compare_continuations
 from kvasir_node.measure.recording import Recording
-from kvasir_node.measure.statistics import LogitsComparison, compare_logits
+from kvasir_node.measure.statistics import LogitsComparison, Scored, compare_logits
 from kvasir_node.measure.task import ClozeComparison, compare_cloze
 from kvasir_proto.errors import UsageError
 from kvasir_proto.swarm_manifest import Thresholds
@@ -51,8 +51,11 @@ class LevelsComparison:
         return ""
 
 
-def compare_recordings(base: Recording, run: Recording) -> LevelsComparison:
-    """Compare `run` with `base`. Raises `UsageError` when they were asked different things."""
+def compare_recordings(base: Recording, run: Recording, scored: Scored = "all") -> LevelsComparison:
+    """Compare `run` with `base`; `scored` says which positions' logits count.
+
+    Raises `UsageError` when they were asked different things.
+    """
     ours, theirs = base.workload, run.workload
     if ours.model_digest != theirs.model_digest:
         raise UsageError(f"{base.side} and {run.side} are of two different models")
@@ -65,7 +68,11 @@ def compare_recordings(base: Recording, run: Recording) -> LevelsComparison:
         base=base.side,
         run=run.side,
         positions=len(ours.tokens),
-        logits=compare_logits(base.logits, run.logits, ours.tokens, ours.lengths) if ours.windows else None,
+        logits=(
+            compare_logits(base.logits, run.logits, ours.tokens, ours.lengths, scored)
+            if ours.windows
+            else None
+        ),
         drift=None if seen is None else compare_hidden(*seen),
         decisions=None if seen is None else compare_choices(*seen),
         generation=(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 WIDTH: Final = 640
@@ -18,8 +18,12 @@ _LEFT: Final = 64
 _RIGHT: Final = 12
 _TOP: Final = 12
 _BOTTOM: Final = 34
-SERIES_MAX: Final = 10
+SERIES_MAX: Final = 16
 """So many colours there are; further series begin again."""
+_FAN: Final = 0.7
+_FAN_MAX: Final = 8.0
+"""Dots of one value stand beside each other on so much of its place, so that equal ones hide none."""
+_WIDEST_LINE: Final = 6.0
 
 Point = tuple[float, float]
 
@@ -42,19 +46,26 @@ def line_plot(series: Mapping[str, Sequence[Point]], *, x_label: str, y_label: s
         parts += [
             f'<circle class="dot s{index % SERIES_MAX}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in shown
         ]
-    return _figure(parts, list(series), x_label, y_label, description)
+    names = [
+        name if any(y > 0 for _, y in each) else f"{name}: none above 0" for name, each in series.items()
+    ]
+    return _figure(parts, names, x_label, y_label, description)
 
 
 def comparator_plot(
     deviations: Mapping[str, Sequence[float]],
     band: float,
     *,
+    outside: Collection[str] = (),
     threshold: float,
     x_label: str,
     y_label: str,
     description: str,
 ) -> str:
-    """Several backends' distances from one, over each other, and the band of ±`band` that a class allows."""
+    """Several backends' distances from one, over each other, and the band of ±`band` that a class allows.
+
+    Those that are `outside` the class have hollow dots.
+    """
     values = [abs(each) for row in deviations.values() for each in row if math.isfinite(each)]
     if not values:
         return _empty(description)
@@ -71,13 +82,19 @@ def comparator_plot(
         parts += [_tick_y(at_y(_symmetric(value, threshold)), f"{value:+.0e}") for value in both]
         decade += 1
     parts.append(_tick_y(at_y(0.0), "0"))
-    for index, row in enumerate(deviations.values()):
+    parts += _index_ticks(n, at_x)
+    place_width = min(_FAN_MAX, _FAN * (WIDTH - _LEFT - _RIGHT) / max(1, n - 1))
+    for index, (name, row) in enumerate(deviations.items()):
+        aside = place_width * (index / max(1, len(deviations) - 1) - 0.5)
         dots = [
-            (at_x(i), at_y(_symmetric(each, threshold))) for i, each in enumerate(row) if math.isfinite(each)
+            (at_x(i) + aside, at_y(_symmetric(each, threshold)))
+            for i, each in enumerate(row)
+            if math.isfinite(each)
         ]
-        circles = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in dots)
-        parts.append(f'<g class="dots s{index % SERIES_MAX}">{circles}</g>')
-    return _figure(parts, list(deviations), x_label, y_label, description)
+        circles = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.8"/>' for x, y in dots)
+        kind = "open" if name in outside else "dots"
+        parts.append(f'<g class="{kind} s{index % SERIES_MAX}">{circles}</g>')
+    return _figure(parts, list(deviations), x_label, y_label, description, outside)
 
 
 def value_plot(series: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, description: str) -> str:
@@ -91,12 +108,13 @@ def value_plot(series: Mapping[str, Sequence[float]], *, x_label: str, y_label: 
     at_x = _linear(0, max(1, n - 1), _LEFT, WIDTH - _RIGHT)
     at_y = _linear(low - margin, high + margin, HEIGHT - _BOTTOM, _TOP)
     parts = [_tick_y(at_y(value), f"{value:.3g}") for value in (low, (low + high) / 2, high)]
-    count = len(series)
+    parts += _index_ticks(n, at_x)
+    thinner = (_WIDEST_LINE - 1.0) / max(1, len(series) - 1)
     for index, row in enumerate(series.values()):
         path = " ".join(
             f"{at_x(i):.1f},{at_y(each):.1f}" for i, each in enumerate(row) if math.isfinite(each)
         )
-        width = 1.0 + 1.2 * (count - 1 - index)
+        width = _WIDEST_LINE - thinner * index
         parts.append(
             f'<polyline class="line s{index % SERIES_MAX}" style="stroke-width:{width:.1f}" points="{path}"/>'
         )
@@ -119,6 +137,7 @@ def interval_plot(
     if limit is not None:
         x = at_x(limit)
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>')
+        parts.append(_text(x, _TOP - 2, f"{limit:g}"))
     for index, (name, begin, value, end) in enumerate(rows):
         y = _TOP + 13 + 26 * index
         parts.append(
@@ -167,13 +186,26 @@ def _tick_x(x: float, text: str) -> str:
     return _text(x, HEIGHT - _BOTTOM + 14, text)
 
 
+def _index_ticks(n: int, at_x: Callable[[float], float]) -> list[str]:
+    """Five of n places, counted from 1."""
+    return [_tick_x(at_x(i), f"{i + 1}") for i in sorted({(n - 1) * quarter // 4 for quarter in range(5)})]
+
+
 def _text(x: float, y: float, text: str) -> str:
     return f'<text class="tick" x="{x:.1f}" y="{y:.0f}" text-anchor="middle">{html.escape(text)}</text>'
 
 
-def _figure(parts: Sequence[str], names: Sequence[str], x_label: str, y_label: str, description: str) -> str:
+def _figure(
+    parts: Sequence[str],
+    names: Sequence[str],
+    x_label: str,
+    y_label: str,
+    description: str,
+    outside: Collection[str] = (),
+) -> str:
     legend = "".join(
-        f'<span class="key s{index % SERIES_MAX}">{html.escape(name)}</span>'
+        f'<span class="key{" open" if name in outside else ""} s{index % SERIES_MAX}">'
+        f"{html.escape(name)}</span>"
         for index, name in enumerate(names)
     )
     return (

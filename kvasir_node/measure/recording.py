@@ -18,8 +18,9 @@ from typing import Any, Final
 import numpy as np
 import trio
 
+from kvasir_node.backbone.traces import Traces, joined_traces
 from kvasir_node.logits_file import create_logits
-from kvasir_node.measure.in_process import Continuation, Traces, joined_traces
+from kvasir_node.measure.in_process import Continuation
 from kvasir_node.measure.sides import OpenSide
 from kvasir_node.measure.statistics import Logits, open_logits
 from kvasir_node.measure.task import ClozeItem, choice_score, log_softmax
@@ -86,16 +87,19 @@ def chunks_of(n_tokens: int, singly: int) -> tuple[int, ...]:
     return (n_tokens - last, *(1 for _ in range(last)))
 
 
-def cut_into_windows(tokens: Sequence[int], n_positions: int, window: int) -> tuple[tuple[int, ...], ...]:
+def cut_into_windows(
+    tokens: Sequence[int], n_positions: int, window: int, beginning: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """So many tokens from the beginning, in windows; the last one may be shorter, but not of one token.
 
-    Raises `UsageError` when there are fewer tokens.
+    `beginning` is what every text of the model begins with, one token or none: it takes the place of a
+    window's first, as llama-perplexity has it. Raises `UsageError` when there are fewer tokens.
     """
     if len(tokens) < n_positions:
         raise UsageError(f"the text has {len(tokens)} tokens, and {n_positions} are wanted")
     starts = range(0, n_positions, window)
-    windows = [tuple(tokens[start : min(start + window, n_positions)]) for start in starts]
-    return tuple(each for each in windows if len(each) > 1)
+    windows = [(*tokens[start : min(start + window, n_positions)],) for start in starts]
+    return tuple((*beginning, *each[len(beginning) :]) for each in windows if len(each) > 1)
 
 
 async def record(
@@ -134,7 +138,7 @@ async def record(
 async def _scores_of(side: OpenSide, item: ClozeItem) -> tuple[float, ...]:
     """One pass for the passage, and one more for each word of several tokens."""
     context = await side.tokenize(item.context)
-    bare, _ = await side.evaluate(context, (len(context),))
+    bare, _ = await side.evaluate(context, (len(context),), looks_inside=False)
     bare_log_p = log_softmax(bare[-1:])
     scores = []
     for choice in item.choices:
@@ -143,6 +147,6 @@ async def _scores_of(side: OpenSide, item: ClozeItem) -> tuple[float, ...]:
             scores.append(choice_score(bare_log_p, 1, tokens))
             continue
         whole = (*context, *tokens[:-1])
-        logits, _ = await side.evaluate(whole, (len(whole),))
+        logits, _ = await side.evaluate(whole, (len(whole),), looks_inside=False)
         scores.append(choice_score(log_softmax(logits[len(context) - 1 :]), 1, tokens))
     return tuple(scores)

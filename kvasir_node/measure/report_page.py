@@ -80,16 +80,28 @@ def _comparator(document: Document) -> str:
                 description=f"{names}: every backend's outputs, one over the other.",
             )
         )
+        classes = shown["classes"]
+        exact = classes[shown["exact"]]
+        outside = [
+            name
+            for name in shown["deviations"]
+            if name not in classes
+            or any(classes[name][part] != exact[part] for part in ("activation", "accumulation"))
+        ]
         parts.append(
             comparator_plot(
                 shown["deviations"],
                 shown["band"],
+                outside=outside,
                 threshold=1e-7,
                 x_label="value of the row",
                 y_label="distance / rms",
                 description=(
-                    f"{names}: distance from {shown['exact']}, in units of the row's size. The band is "
-                    "the gate of that class; backends of another class lie outside it without being wrong."
+                    f"{names}: distance from {shown['exact']}, in units of the row's size. The band is the "
+                    f"gate of its class, rows in {exact['activation']} and sums in {exact['accumulation']}. "
+                    f"Full dots, {len(shown['deviations']) - len(outside)} backends, are of that class; "
+                    "hollow ones are of others, and lie outside without being wrong. Where one rounds its "
+                    "class as another processor does, the gate between the two is four times as wide."
                 ),
             )
         )
@@ -348,7 +360,32 @@ def _authority(document: Document) -> str:
             ),
             _table(("beside llama.cpp alone", "mean KLD", "same top", "perplexity", "other set"), outside),
         ]
-    return "".join(parts)
+    return "".join((*parts, _swarms(document)))
+
+
+def _swarms(document: Document) -> str:
+    rows = []
+    for each in document["swarms"]:
+        inside, choices = each["pinned"], each["outside_choices"]
+        rows.append(
+            (
+                each["swarm"],
+                f"{inside['decisions_disagreeing']} of {inside['decisions']}",
+                f"{inside['rows_missing']} of {inside['rows']}",
+                f"{choices['decisions_disagreeing']} of {choices['decisions']}",
+                _e(each["outside"]["mean_kld"]),
+                f"{100 * each['outside']['top1_agreement']:.2f} %",
+            )
+        )
+    if not rows:
+        return ""
+    about = (
+        "<h3>Swarms as they run</h3><p>Real processes with one router, the backbone's. Inside: what holders "
+        "were asked for, beside what it chose. Outside: its choices and logits beside llama.cpp alone; that "
+        "is drift, and no disagreement.</p>"
+    )
+    headings = ("swarm", "inside: other set", "rows missing", "outside: other set", "mean KLD", "same top")
+    return about + _table(headings, rows)
 
 
 def _causes(document: Document) -> str:

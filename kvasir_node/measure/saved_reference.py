@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvasir_node.measure.in_process import Continuation, Traces
+from kvasir_node.backbone.traces import Traces
+from kvasir_node.measure.in_process import Continuation
 from kvasir_node.measure.recording import LOGITS_FILE, Recording, Workload
 from kvasir_node.measure.statistics import open_logits
 from kvasir_node.measure.task import read_items
@@ -26,6 +27,8 @@ from kvasir_proto.limits import as_sentence
 SCHEMA_VERSION: Final = 2
 DOCUMENT_FILE: Final = "recording.json"
 _TRACES: Final = ("hidden", "router", "experts")
+_ASKED: Final = "asked"
+"""What holders were asked for: of a swarm only."""
 _DOCUMENT_BYTES_MAX: Final = 64 << 20
 
 
@@ -37,6 +40,9 @@ def save_reference(recording: Recording, directory: Path) -> None:
         for name in _TRACES:
             np.save(directory / f"{name}.npy", getattr(traces, name))
             files.append(f"{name}.npy")
+        if traces.asked is not None:
+            np.save(directory / f"{_ASKED}.npy", traces.asked)
+            files.append(f"{_ASKED}.npy")
     answers = {
         "side": recording.side,
         "model_digest": workload.model_digest,
@@ -75,7 +81,7 @@ def load_reference(directory: Path) -> Recording:
         if document["digest"] != _digest_of_answers(answers):
             raise ValueError(f"{DOCUMENT_FILE} does not fit its digest")
         for name, digest in answers["files"].items():
-            if name not in (LOGITS_FILE, *(f"{each}.npy" for each in _TRACES)):
+            if name not in (LOGITS_FILE, *(f"{each}.npy" for each in (*_TRACES, _ASKED))):
                 raise ValueError("it names a file that is none of its own")
             if _digest_of(directory / name) != digest:
                 raise ValueError(f"{name} does not fit its digest")
@@ -112,7 +118,8 @@ def _recording_of(answers: Any, directory: Path) -> Recording:
     )
     traces = None
     if answers["layers"] is not None:
-        arrays = [np.load(directory / f"{name}.npy", allow_pickle=False) for name in _TRACES]
+        names = [name for name in (*_TRACES, _ASKED) if name != _ASKED or f"{name}.npy" in answers["files"]]
+        arrays = [np.load(directory / f"{name}.npy", allow_pickle=False) for name in names]
         traces = Traces(tuple(answers["layers"]), tuple(answers["moe_layers"]), *arrays)
     logits = open_logits(directory / LOGITS_FILE) if workload.windows else np.zeros((0, 1), np.float32)
     if min(workload.lengths, default=2) < 2:

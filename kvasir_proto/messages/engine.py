@@ -589,13 +589,19 @@ class CancelSession:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateLogits:
-    """Feed these tokens in batches of these sizes and write the logits of every position to a file."""
+    """Feed these tokens in batches of these sizes and write the logits of every position to a file.
+
+    With `traces_path`, what is seen inside meanwhile goes to that file: hidden states, and what routers say.
+    With `n_ubatch`, so many positions are computed at once, and not as many as in sessions.
+    """
 
     kind: ClassVar[str] = "evaluate_logits"
     request: Sequence63
     token_ids: Tokens
     chunk_sizes: ChunkSizes
     output_path: FilePath
+    traces_path: FilePath | None = None
+    n_ubatch: PositionCount | None = None
 
 
 @dataclass(frozen=True, slots=True)

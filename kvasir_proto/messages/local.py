@@ -90,12 +90,18 @@ class GenerateEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateRequest:
-    """Asks for the live swarm's logits: these tokens in batches of these sizes, written to a file as .npy."""
+    """Asks for the live swarm's logits: these tokens in batches of these sizes, written to a file as .npy.
+
+    With `traces_path`, what the backbone sees inside meanwhile goes to that file, as .npz. With `n_ubatch`,
+    so many positions are computed at once, and not as many as in sessions.
+    """
 
     kind: ClassVar[str] = "evaluate_request"
     token_ids: Tokens
     chunk_sizes: ChunkSizes
     output_path: FilePath
+    traces_path: FilePath | None = None
+    n_ubatch: PositionCount | None = None
 
 
 @dataclass(frozen=True, slots=True)

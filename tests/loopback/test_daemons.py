@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
+from kvasir_node.backbone.traces import Rows, Traces
 from kvasir_node.control import connect_daemon
+from kvasir_node.measure.in_process import InProcessModel, ModelSettings
+from kvasir_node.measure.live_side import open_live_side
+from kvasir_node.model.store import ModelStore
 from kvasir_proto.errors import KvasirError
 from kvasir_proto.messages.local import GenerateRequest
 from tests.loopback.daemons import PATIENCE_S, SAMPLING, Daemon, kvasir, run_session, wait_for
@@ -131,6 +136,39 @@ def test_the_swarm_serves_and_says_everything_about_itself(swarm: Swarm) -> None
     assert len(swarm.text) == N_TOKENS
     assert len(set(swarm.text)) > 10, "a text that says one thing only would prove little"
     assert generate(swarm.founder) == swarm.text
+
+
+def test_the_running_swarm_can_be_looked_into_and_computes_what_llama_cpp_does(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    swarm.wait_settled()
+    model = ModelStore(tmp_path / "models").add(swarm.model)
+    draws = np.random.default_rng(3)
+    tokens = tuple(draws.integers(0, model.manifest.n_vocab, 90).tolist())
+    chunks = (86, 1, 1, 1, 1)
+    with InProcessModel(model, ModelSettings(n_ctx=256, n_ubatch=32)) as alone:
+        expected, seen = alone.evaluate(tokens, chunks)
+        text = alone.greedy(tokens, 8)
+
+    async def ask() -> tuple[Rows, Traces | None, Rows, Traces | None, tuple[int, ...]]:
+        home = swarm.founder.locations
+        async with open_live_side("live", home, model, tmp_path, 32, is_watched=True) as live:
+            looked = await live.evaluate(tokens, chunks)
+            unseen = await live.evaluate(tokens, chunks, looks_inside=False)
+            return (*looked, *unseen, (await live.greedy(tokens, 8)).tokens)
+
+    found, inside, unseen, nothing, continuation = trio.run(ask)
+    assert np.array_equal(found, expected)
+    assert np.array_equal(unseen, expected)
+    assert nothing is None
+    assert continuation == text.tokens
+    assert seen is not None
+    assert inside is not None
+    assert seen.asked is None, "there are no holders"
+    for name in ("hidden", "router", "experts"):
+        assert np.array_equal(getattr(inside, name), getattr(seen, name)), name
+    assert inside.asked is not None
+    assert np.array_equal(inside.asked, inside.experts), "holders are asked for what the router chose"
 
 
 def test_a_worker_killed_in_the_middle_changes_no_token_and_serves_again(swarm: Swarm) -> None:

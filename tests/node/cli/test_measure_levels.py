@@ -66,7 +66,19 @@ def test_tables_are_printed_for_every_level(tmp_path: Path) -> None:
     "arguments, said",
     [
         (("drift", "--between", "llama.cpp", "cuda"), "there is no 'cuda' here"),
-        (("drift", "--between", "llama.cpp", "swarm"), "a swarm's engines show logits only"),
+        (("drift", "--between", "llama.cpp", "live:"), "takes the home of a daemon"),
+        (
+            ("logits", "--between", "llama.cpp", "live", "--flash-attention", "off"),
+            "always use flash attention",
+        ),
+        (("logits", "--window", "64"), "--flash-attention go with --between"),
+        (("ops", "--between", "ggml-cpu", "live"), "a swarm shows what is behind whole layers"),
+        (("ops", "--backends", "ggml-cpu,saved:x"), "operations are of backends"),
+        (("ops", "--backends", "ggml-cpu", "--between", "a", "b"), "give one of"),
+        (("authority", "--between", "llama.cpp", "ggml-cpu"), "have no routers to replicate"),
+        (("authority", "--between", "live", "llama.cpp"), "given first"),
+        (("authority", "--between", "a", "b", "--kernels", "a+b"), "give one of"),
+        (("authority", "--between", "ggml-cpu", "cuda"), "no backend 'cuda' here"),
         (("logits", "--between", "llama.cpp", "swarm:ggml-cpu+cuda"), "of ggml-cpu, opencl"),
         (("decisions", "--between", "saved:nowhere", "llama.cpp"), "holds no saved reference"),
         (("task", "--text", "nowhere.txt"), "nowhere.txt cannot be read"),
@@ -94,6 +106,13 @@ def test_a_swarm_of_unlike_workers_is_a_side(tmp_path: Path) -> None:
     assert found["run"] == "swarm:ggml-cpu+emulated-f16"
     assert found["logits"]["positions"] == 64
     assert 0 < found["logits"]["mean_kld"] < 0.1, "one of the workers adds in F16"
+    obeyed = call("measure", "authority", *sides, "--positions", "64", "--json", home=tmp_path)
+    assert obeyed.status == 0, obeyed.err
+    (inside,) = obeyed.document["swarms"]
+    assert (inside["swarm"], inside["reference"]) == (found["run"], "llama.cpp")
+    assert (inside["pinned"]["decisions"], inside["pinned"]["decisions_disagreeing"]) == (6 * 64, 0)
+    assert (inside["pinned"]["rows"], inside["pinned"]["rows_missing"]) == (6 * 64 * 4, 0)
+    assert inside["outside"]["mean_kld"] == found["logits"]["mean_kld"]
     text = call(
         *(
             "measure",

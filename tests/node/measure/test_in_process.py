@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvasir_node.backbone.graph_watch import GraphWatch
+from kvasir_node.backbone.traces import TraceRecorder
 from kvasir_node.certification.synthetic_model import Read
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.port import ExpertKernel
@@ -123,10 +124,10 @@ def test_a_node_that_fails_lets_the_other_go(demo: StoredModel) -> None:
 def test_what_somebody_who_looks_on_raises_ends_the_decode(
     demo: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: InProcessModel, name: str, values: object) -> None:
+    def broken(self: TraceRecorder, name: str, values: object) -> None:
         raise ValueError("not to be read")
 
-    monkeypatch.setattr(InProcessModel, "_take", broken)
+    monkeypatch.setattr(TraceRecorder, "_take", broken)
     with InProcessModel(demo, SETTINGS) as plain, pytest.raises(EngineFailed, match="not to be read"):
         plain.evaluate((1, 2, 3), (3,))
 

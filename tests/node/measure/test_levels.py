@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvasir_node.backbone.traces import Traces, joined_traces
 from kvasir_node.measure.authority import disagreeing_decisions, first_difference, take_rows
 from kvasir_node.measure.decisions import changed_experts, compare_choices, router_margins
 from kvasir_node.measure.drift import compare_hidden, fit_growth
 from kvasir_node.measure.generation import compare_continuations, first_divergence
-from kvasir_node.measure.in_process import Continuation, Traces, joined_traces
+from kvasir_node.measure.in_process import Continuation
 from kvasir_node.measure.intervals import (
     blocks_of,
     bootstrap_interval,

@@ -67,6 +67,7 @@ def test_the_band_is_as_wide_as_the_gate_and_zero_is_in_the_middle() -> None:
     figure = comparator_plot(
         {"exact": [0.0, 0.0], "near": [1e-5, -1e-5], "far": [1e-2, math.inf]},
         1e-4,
+        outside=("far",),
         threshold=1e-7,
         x_label="",
         y_label="",
@@ -83,6 +84,10 @@ def test_the_band_is_as_wide_as_the_gate_and_zero_is_in_the_middle() -> None:
     middle = exact[0][1]
     assert middle == pytest.approx((upper + lower) / 2, abs=0.2)
     assert upper < near[0][1] < middle < near[1][1] < lower
+    assert exact[0][0] < near[0][0] < far[0][0] < near[1][0], "equal dots hide none"
+    kinds = [each.attrib["class"] for each in svg.iter("g")]
+    assert kinds == ["dots s0", "dots s1", "open s2"], "what is of another class is hollow"
+    assert 'class="key open s2">far' in figure
     assert far[0][1] < upper
     assert len(far) == 1
     assert all(0 <= y <= HEIGHT for _, y in (*near, *far))
@@ -107,7 +112,12 @@ def test_a_report_of_the_demo_model_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     outcome = call(
         *("measure", "report", "--out", str(out), "--positions", "96", "--items", "2", "--prompts", "1"),
-        *("--runs", "ggml-cpu,reference-f32", "--operations", "ggml-cpu,reference-as-ggml,reference-f64"),
+        *(
+            "--runs",
+            "ggml-cpu,reference-f32,swarm",
+            "--operations",
+            "ggml-cpu,reference-as-ggml,reference-f64",
+        ),
         *("--no-published", "--json"),
         home=tmp_path,
     )
@@ -124,9 +134,13 @@ def test_a_report_of_the_demo_model_is_whole(tmp_path: Path) -> None:
         "pairs",
         "authority",
         "causes",
+        "swarms",
     )
     assert all(document[each] for each in levels)
-    same, other = document["logits"]
+    same, other, swarm = document["logits"]
+    assert (swarm["run"], swarm["logits"]["max_abs_delta"]) == ("swarm", 0.0)
+    assert document["swarms"][0]["pinned"]["decisions_disagreeing"] == 0
+    assert [each["run"] for each in document["layer_drift"]] == ["ggml-cpu", "reference-f32", "swarm"]
     assert (same["run"], same["logits"]["max_abs_delta"], same["passed"]) == ("ggml-cpu", 0.0, True)
     assert other["logits"]["mean_kld"] > 0
     assert document["authority"][0]["pinned"]["decisions_disagreeing"] == 0
