@@ -112,12 +112,8 @@ def test_a_report_of_the_demo_model_is_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     outcome = call(
         *("measure", "report", "--out", str(out), "--positions", "96", "--items", "2", "--prompts", "1"),
-        *(
-            "--runs",
-            "ggml-cpu,reference-f32,swarm",
-            "--operations",
-            "ggml-cpu,reference-as-ggml,reference-f64",
-        ),
+        *("--operations", "ggml-cpu,reference-as-ggml,reference-f64"),
+        *("--runs", "ggml-cpu,reference-f32,swarm"),
         *("--no-published", "--json"),
         home=tmp_path,
     )
