@@ -127,7 +127,7 @@ def write_traces(path: Path, traces: Traces) -> None:
 def read_traces(path: Path) -> Traces:
     """Those of a file that `write_traces` wrote. Raises `EngineFailed` for any other."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return Traces(
                 layers=tuple(file["layers"].tolist()),
                 moe_layers=tuple(file["moe_layers"].tolist()),

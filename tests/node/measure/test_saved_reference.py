@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_node.measure.in_process import Continuation, Traces
+from kvasir_node.backbone.traces import Traces
+from kvasir_node.measure.in_process import Continuation
 from kvasir_node.measure.recording import LOGITS_FILE, Recording, Workload
 from kvasir_node.measure.saved_reference import DOCUMENT_FILE, load_reference, save_reference
 from kvasir_node.measure.statistics import open_logits
 from kvasir_node.measure.task import read_items
 from kvasir_proto.errors import EngineFailed, UsageError
 
-FILES = (DOCUMENT_FILE, LOGITS_FILE, "hidden.npy", "router.npy", "experts.npy")
+FILES = (DOCUMENT_FILE, LOGITS_FILE, "hidden.npy", "router.npy", "experts.npy", "asked.npy")
 
 
 def saved(directory: Path) -> Recording:
@@ -30,11 +31,12 @@ def saved(directory: Path) -> Recording:
     directory.mkdir()
     np.save(directory / LOGITS_FILE, draws.standard_normal((5, 7)).astype(np.float32))
     router = draws.standard_normal((2, 5, 4)).astype(np.float32)
+    experts = np.argsort(router)[:, :, :2].astype(np.int32)
     recording = Recording(
         side="ggml-cpu",
         workload=Workload("model", ((1, 2, 3), (4, 5)), 1, ((1, 2), (3,)), 2, read_items(n_items=2)),
         logits=open_logits(directory / LOGITS_FILE),
-        traces=Traces((0, 1), (0, 1), router.copy(), router, np.argsort(router)[:, :, :2].astype(np.int32)),
+        traces=Traces((0, 1), (0, 1), router.copy(), router, experts, experts[:, :, ::-1].copy()),
         continuations=(Continuation((4, 5), (0.5, 1.25)), Continuation((6, 7))),
         scores=((-1.0, -2.0, -3.0, -4.0), (-0.1, -0.2, -0.3, -0.4)),
         seconds=1.5,
@@ -52,7 +54,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert np.array_equal(found.logits, recording.logits)
     assert found.traces is not None
     assert recording.traces is not None
-    for name in ("hidden", "router", "experts"):
+    for name in ("hidden", "router", "experts", "asked"):
         assert np.array_equal(getattr(found.traces, name), getattr(recording.traces, name))
 
 
