@@ -81,7 +81,7 @@ def ops(
     started = time.monotonic()
     if backends is not None and between is not None:
         raise UsageError("give one of --backends and --between")
-    wanted = backends or ",".join(between or (ALL,))
+    wanted = ",".join(between or (ALL,)) if backends is None else backends
     for side in wanted.split(","):
         _check_shows_operations(side)
     chosen = choose_backends(wanted, backends_here(threads, say=note))
@@ -100,7 +100,7 @@ def ops(
     else:
         _print_report(measured, document)
     absent = next((each for each in measured.backends if not each.weight_types), None)
-    if absent is not None and backends.strip() != ALL:
+    if absent is not None and wanted.strip() != ALL:
         raise EngineFailed(f"{absent.name} was asked for and took no part: {absent.missing}")
     require_tolerance(measured)
 
