@@ -108,7 +108,6 @@ def report(
     Status 9, with both files written, when a pair is outside its gate or a pinned router was not obeyed.
     """
     session.configure()
-    prepare_output(out, (_DATA, _PAGE))
     started = time.monotonic()
     here = backends_here(threads, say=note)
     names = _sides(runs, here)
@@ -117,6 +116,7 @@ def report(
     stored = stored_model(session.locations, model)
     for name in filter(is_live, names):  # before minutes of measuring
         trio.run(check_backbone, name, home_of(name, session.locations), stored)
+    prepare_output(out, (_DATA, _PAGE))
     prepare_reference(stored)
     asked = Asked(
         model=model,
