@@ -29,6 +29,7 @@ from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import StatusSources, status_document
 from kvasir_node.experts_on_disk import ExpertsOnDisk
+from kvasir_node.held_back import is_held_back
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.kernel_in_use import KernelInUse, kernel_in_use
 from kvasir_node.kernels.opencl_devices import ANY_DEVICE
@@ -205,6 +206,7 @@ class Node:
             started=self._started,
             pid=os.getpid(),
             addresses=self._addresses,
+            is_held_back=is_held_back(),
         )
         if self._duty is not None:
             sources = await self._duty.sources(sources)
@@ -386,6 +388,7 @@ class Node:
             start_engine=lambda digest: _EngineStarter(home, digest),
             next_generation=files.next_generation,
             measurements=_MeasurementsOnDisk(KeptMeasurements(home.locations.measurements)),
+            is_held_back=is_held_back,
             settings=_node_settings(configuration, home.bootstrap),
             entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,

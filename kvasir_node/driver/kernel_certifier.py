@@ -30,7 +30,13 @@ CERTIFY_TIMEOUT_S: Final = 600.0
 """For one kernel. A processor takes seconds; sums that are emulated take minutes in the shapes of a large
 model."""
 RENEW_AFTER: Final[Duration] = seconds(5 * 24 * 3600)
-"""How old a measurement may be before it is made again: drivers, clocks and temperatures change."""
+"""How old a measurement may be before it is made again: drivers and machines change."""
+LOOK_AGAIN_S: Final = 120.0
+"""How often it is asked whether the machine is held back."""
+CHANGED_AFTER: Final[Duration] = seconds(3600)
+"""How old a measurement has to be to be made again for that: a machine that is now hot, now cool is not to be
+kept hot by measuring it.
+"""
 _RETRY_AFTER_S: Final = 3600.0
 _SEED: Final = 0
 """The same questions each time, so that the same kernel gives the same figures."""
@@ -57,16 +63,22 @@ class KernelCertifier:
         model: StoredModel,
         store: MeasurementStore,
         wall_time: Callable[[], WallTime],
+        is_held_back: Callable[[], bool | None],
         note_certified: Callable[[], None],
     ) -> None:
-        """``note_certified`` hears of every measurement that an engine has made here, when all are there."""
+        """``is_held_back`` says whether the machine slows its processors down, None where nobody knows.
+        ``note_certified`` hears of every measurement that an engine has made here, when all are there.
+        """
         self._kernels = kernels
         self._n_threads = n_threads
         self._model = model
         self._digest = model.manifest.digest()
         self._store = store
         self._wall_time = wall_time
+        self._is_held_back = is_held_back
         self._note_certified = note_certified
+        self._measured_held_back: dict[KernelInUse, bool | None] = {}
+        """Whether the machine was when that kernel was measured, or first heard of."""
         self._found: dict[KernelInUse, KeptMeasurement] = {}
         self._progress = ""
 
@@ -123,22 +135,47 @@ class KernelCertifier:
             self._note_certified()
 
     async def keep_certified(self, engine: EnginePort) -> NoReturn:
-        """Measure again what has aged, until cancelled. What cannot be measured again keeps what it had."""
+        """Measure again what has aged, and everything when the machine has begun or ceased to slow its
+        processors down, until cancelled. What cannot be measured again keeps what it had.
+        """
         while True:
-            oldest = min(self._kernels, key=lambda each: self._found[each].measured_at)
-            due = after(WallTime(self._found[oldest].measured_at), RENEW_AFTER)
-            await trio.sleep(max(0.0, in_seconds(between(self._wall_time(), due))))
-            if self._wall_time() < due:
-                continue  # the calendar went back meanwhile
+            due = await self._wait_due()
             try:
-                await self._measure(engine, oldest)
+                await self._measure(engine, due)
             except KvasirError as error:
                 if engine.has_ended:
                     await trio.sleep_forever()
-                log.warning("recertification_failed", kernel=oldest.kernel, reason=str(error))
+                log.warning("recertification_failed", kernel=due.kernel, reason=str(error))
                 await trio.sleep(_RETRY_AFTER_S)
             else:
                 self._note_certified()
+
+    async def _wait_due(self) -> KernelInUse:
+        """The next kernel that is to be measured again, when it is time."""
+        changed_before: KernelInUse | None = None
+        while True:
+            oldest = min(self._kernels, key=lambda each: self._found[each].measured_at)
+            due = after(WallTime(self._found[oldest].measured_at), RENEW_AFTER)
+            left_s = in_seconds(between(self._wall_time(), due))
+            if left_s <= 0:
+                return oldest
+            changed = self._changed()
+            if changed is not None and changed == changed_before:  # for a moment is no change
+                return changed
+            changed_before = changed
+            await trio.sleep(min(left_s, LOOK_AGAIN_S))
+
+    def _changed(self) -> KernelInUse | None:
+        """A kernel that was measured while the machine was not as it is now, and not just now."""
+        is_held_back = self._is_held_back()
+        if is_held_back is None:
+            return None
+        for each in self._kernels:
+            before = self._measured_held_back.setdefault(each, is_held_back)
+            age = between(WallTime(self._found[each].measured_at), self._wall_time())
+            if before is not is_held_back and age >= CHANGED_AFTER:
+                return each
+        return None
 
     def note_advance(self, advanced: CertificationAdvanced) -> None:
         """An engine says how far it is."""
@@ -146,6 +183,7 @@ class KernelCertifier:
 
     async def _measure(self, engine: EnginePort, kernel: KernelInUse) -> None:
         self._progress = f"measuring what {kernel.kernel} computes"
+        is_held_back = self._is_held_back()
         request = CertifyKernel(
             request=engine.next_request(),
             manifest_path=str(self._model.manifest_path),
@@ -172,6 +210,8 @@ class KernelCertifier:
         )
         kept = KeptMeasurement(measured, self._wall_time())
         self._found[kernel] = kept
+        if is_held_back is not None:
+            self._measured_held_back[kernel] = is_held_back
         await self._store.save(self._key_of(kernel), kept)
 
     def _key_of(self, kernel: KernelInUse) -> bytes:

@@ -138,6 +138,7 @@ class NodeDuty:
         start_engine: Callable[[SwarmDigest], EngineStarter],
         next_generation: Callable[[], int],
         measurements: MeasurementStore,
+        is_held_back: Callable[[], bool | None],
         settings: NodeSettings,
         entropy: random.Random,
         now: Callable[[], Instant],
@@ -146,7 +147,9 @@ class NodeDuty:
     ) -> None:
         """``keep_experts`` makes a keeper for one duty; None: the model's file is here.
 
-        ``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly."""
+        ``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly.
+        ``is_held_back`` says whether this machine slows its processors down.
+        """
         self._node_key = node_key
         self._files = files
         self._save_slot = save_slot
@@ -157,6 +160,7 @@ class NodeDuty:
         self._start_engine = start_engine
         self._next_generation = next_generation
         self._measurements = measurements
+        self._is_held_back = is_held_back
         self._settings = settings
         self._entropy = entropy
         self._now = now
@@ -243,6 +247,7 @@ class NodeDuty:
             model=model.stored,
             store=self._measurements,
             wall_time=self._wall_time,
+            is_held_back=self._is_held_back,
             note_certified=self._note_certified,
         )
         await certifier.recall()

@@ -59,6 +59,7 @@ class StatusSources:
     started: Instant
     pid: int = 0
     addresses: tuple[str, ...] = ()
+    is_held_back: bool | None = None
     swarm: FoundedSwarm | None = None
     model: StoredModel | None = None
     view: NodeView | None = None
@@ -160,6 +161,7 @@ def _self_part(sources: StatusSources, record: CapabilityRecord | None) -> dict[
         "verdict": _verdict_part(_verdicts(sources).get(sources.node_id)),
         "memory_bytes": record.memory_bytes if record is not None else 0,
         **_rates(record),
+        "is_held_back": sources.is_held_back,
         "ranks": _ranks(sources, sources.node_id),
     }
 

@@ -248,6 +248,7 @@ class TwinNode:
             start_engine=lambda _digest: self.engines,
             next_generation=self._next_generation,
             measurements=self.measurements,
+            is_held_back=lambda: None,
             settings=NodeSettings(**defaults | self.settings),
             entropy=random.Random(self.number),
             now=now,

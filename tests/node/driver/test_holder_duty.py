@@ -107,6 +107,7 @@ class Holder:
             model=world.model,
             store=MemoryMeasurements(),
             wall_time=wall_time,
+            is_held_back=lambda: None,
             note_certified=lambda: None,
         )
         self.duty = HolderDuty(

@@ -38,12 +38,14 @@ class Certifying:
     ) -> None:
         self.store = store or MemoryMeasurements()
         self.n_noted = 0
+        self.is_held_back: bool | None = None
         self.certifier = KernelCertifier(
             kernels=kernels or (GGML,),
             n_threads=1,
             model=model,
             store=self.store,
             wall_time=wall_time,
+            is_held_back=lambda: self.is_held_back,
             note_certified=self._note,
         )
 
@@ -127,6 +129,58 @@ async def test_what_has_aged_is_measured_again_while_the_node_serves_and_at_its_
         measured = running.certifier.measured
         assert measured is not None
         assert (measured.accumulation, measured.fit) == ("F16", ("bulk",))
+        nursery.cancel_scope.cancel()
+
+
+SLOWED_DOWN: dict[str, tuple[list[tuple[float, bool | None]], int]] = {
+    "never said": ([(9000, None)], 1),
+    "never": ([(9000, False)], 1),
+    "for a moment": ([(9000, False), (60, True), (9000, False)], 1),
+    "soon after it was measured": ([(60, False), (1200, True), (9000, False)], 1),
+    "for good": ([(9000, False), (90000, True)], 2),
+    "from its start": ([(9000, True)], 1),
+    "and no more": ([(9000, False), (9000, True), (9000, False)], 3),
+    "now and then": ([(9000, False), *[(400, True), (400, False)] * 20], 6),
+    "and nobody can say so any more": ([(9000, False), (9000, None), (9000, False)], 1),
+}
+
+
+@pytest.mark.parametrize("what", SLOWED_DOWN)
+async def test_a_machine_that_is_slowed_down_or_no_more_is_measured_again(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, what: str
+) -> None:
+    """In that state, if it lasts, and no more than once an hour."""
+    course, n_measured = SLOWED_DOWN[what]
+    async with trio.open_nursery() as nursery:
+        twin = await start_engine(nursery, model, tmp_path)
+        running = Certifying(model)
+        running.is_held_back = course[0][1]
+        await running.certifier.certify(twin.engine)
+        nursery.start_soon(running.certifier.keep_certified, twin.engine)
+        for seconds, is_held_back in course:
+            running.is_held_back = is_held_back
+            await trio.sleep(seconds)
+        assert (twin.count(CertifyKernel), running.n_noted) == (n_measured, n_measured)
+        nursery.cancel_scope.cancel()
+
+
+async def test_every_kernel_is_measured_again_in_a_machine_that_is_slowed_down(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with trio.open_nursery() as nursery:
+        twin = await start_engine(nursery, model, tmp_path)
+        both = Certifying(model, OPENCL, GGML)
+        both.is_held_back = False
+        await both.certifier.certify(twin.engine)
+        recalled = Certifying(model, OPENCL, GGML, store=both.store)
+        recalled.is_held_back = False
+        await recalled.certifier.recall()
+        nursery.start_soon(recalled.certifier.keep_certified, twin.engine)
+        await trio.sleep(9000)
+        recalled.is_held_back = True
+        await trio.sleep(9000)
+        asked = [each.kernel for each in twin.received if isinstance(each, CertifyKernel)]
+        assert asked == ["opencl", "ggml-cpu"] * 2
         nursery.cancel_scope.cancel()
 
 
