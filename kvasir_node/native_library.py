@@ -136,6 +136,18 @@ class NativeLibrary:
             library, "add_sums", c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p
         )
 
+    def pass_by(self) -> Callable[[int, int, int, int, int], int]:
+        """The function of C. Looked up when it is asked for, since it came without another ABI."""
+        try:
+            found: Callable[[int, int, int, int, int], int] = _function(
+                self._library, "pass_by", c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_void_p
+            )
+        except AttributeError:
+            raise IncompatibleVersion(
+                "the native library was built before it counted rows: run the installation again"
+            ) from None
+        return found
+
     def kernel_create_on(self, device: int, threads: int, n_expert: int) -> int | None:
         """As in C. Looked up when it is asked for, since it came without another ABI."""
         try:

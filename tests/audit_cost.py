@@ -215,6 +215,7 @@ async def measure(model: StoredModel, directory: Path, options: argparse.Namespa
                 quads.append([await measured.block(chunks, is_audited=each) for each in order])
                 assert measured.delta() == 0.0
             tell(f"{options.name}, {part}", quads)
+        os.kill(swarm.backbone.pid, audited_engine.ON)  # it ends with all of it
         for each in (swarm.backbone, *swarm.workers):
             await each.close()
 

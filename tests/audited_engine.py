@@ -1,14 +1,12 @@
 """An engine process whose audit can be switched off and on: the real engine, told by signals.
 
 ``python -m tests.audited_engine`` takes the arguments of ``kvasir_node.engine``. `OFF` takes the audit away
-from the dispatcher and forgets the rows that wait, so that its thread has nothing to do; `ON` gives it back.
+from the dispatcher and the referee from its thread, rows that wait go on waiting; `ON` gives both back.
 Everything else is what it is in service, so that one process can be measured both ways.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import signal
 import sys
 from typing import Any, ClassVar, Final
@@ -35,11 +33,13 @@ class SwitchedDispatcher(Dispatcher):
         """As the signal says."""
         audit = self._of_service
         assert audit is not None
-        self._audit = audit if number == ON else None
+        if (self._audit is not None) == (number == ON):
+            return
         if number == OFF:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    audit._rows.get_nowait()
+            audit._referee_lock.acquire()
+        else:
+            audit._referee_lock.release()
+        self._audit = audit if number == ON else None
 
 
 if __name__ == "__main__":

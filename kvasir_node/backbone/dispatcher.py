@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -61,6 +61,7 @@ from kvasir_proto.program import ExpertProgram
 
 if TYPE_CHECKING:  # the audit costs memory: who is audited imports it
     from kvasir_node.backbone.row_audit import Asked, RowAudit
+    from kvasir_proto.audit.sampling import Countdowns
 
 log = get_logger()
 
@@ -193,11 +194,15 @@ class _Authority:
 
 @dataclass(slots=True)
 class _Place:
-    """A holder in the table, at the index that the expert tables name."""
+    """A holder in the table, at the index that the expert tables name.
+
+    `countdowns` are the audit's, by layer, and where they lie.
+    """
 
     holder: RemoteHolder | LocalHolder
     shard: ShardSet
     primary: ShardSet
+    countdowns: dict[int, tuple[Countdowns, int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def node_id(self) -> NodeId:
@@ -233,7 +238,7 @@ class Dispatcher:
     ) -> None:
         """``programs`` is the hook's growing table, indexed by `LayerCall.program_index`.
 
-        With an ``audit`` it is shown each node's rows or sums, when they have been used.
+        With an ``audit`` it is shown nodes' rows or sums, when they have been used, as long as it has room.
 
         With ``compact_activations`` rows travel to holders in the smallest wire type that changes no result.
         ``on_holder_lost`` gets a node id, a code of one word and a sentence, ``on_answers_timed`` a node id
@@ -246,6 +251,7 @@ class Dispatcher:
         self._on_answers_timed = on_answers_timed
         self._compact_activations = compact_activations
         self._audit = audit
+        self._pass_by = native.pass_by() if audit is not None else None
         self._wire_types: dict[tuple[int, int], WireType] = {}  # by layer and program
         self._authority = _Authority()
         self._places: list[_Place | None] = []
@@ -327,6 +333,10 @@ class Dispatcher:
             holders_lost=self._holders_lost,
             rows_by_holder=dict(self._rows_by_holder),
         )
+
+    def rows_asked(self, node_id: NodeId) -> int:
+        """How many rows were asked of a node so far."""
+        return self._rows_by_holder[node_id]
 
     def missing_experts(self) -> dict[int, tuple[int, ...]]:
         """Layer to the experts that no holder has; empty when every expert is covered."""
@@ -872,11 +882,32 @@ class Dispatcher:
             self._suspect(index, bad, bad_pairs, request.pairs)
         else:
             self._convict(request.pairs)
-            if self._audit is not None:
-                self._show(self._audit, holder, request)
+            if self._audit is not None and self._audit.has_room:
+                self._show(self._audit, index, holder, request)
+            elif self._audit is not None:
+                self._audit.n_rows_unseen += n_pairs
 
-    def _show(self, audit: RowAudit, holder: RemoteHolder, request: Request) -> None:
-        """Let the audit have a look at the rows that have just been taken."""
+    def _show(self, audit: RowAudit, index: int, holder: RemoteHolder, request: Request) -> None:
+        """Let the audit have a look at what has just been taken; mostly it wants none, and that is quick."""
+        call, place = self._call, self._places[index]
+        assert place is not None
+        assert self._pass_by is not None
+        pairs_address = request.indices.address + 4 * request.start
+        known = place.countdowns.get(call.layer)
+        if known is None or self._pass_by(
+            call.ids_address, pairs_address, request.n_pairs, known[1], known[2]
+        ):
+            self._note(audit, holder, request)
+            countdowns = audit.countdowns(holder.node_id, call.layer)
+            if countdowns is None:
+                place.countdowns.pop(call.layer, None)
+            else:
+                of_experts, of_node = countdowns
+                addresses = of_experts.buffer_info()[0], of_node.buffer_info()[0]
+                place.countdowns[call.layer] = (countdowns, *addresses)
+
+    def _note(self, audit: RowAudit, holder: RemoteHolder, request: Request) -> None:
+        """Tell the audit of the rows that have just been taken."""
         call = self._call
         program = self._programs[call.program_index]
         pairs = request.pairs

@@ -326,8 +326,9 @@ class BackboneEngine:
     def _on_answers_timed(self, node_id: NodeId, mean_ns: int) -> None:
         self._channel.send(AnswersTimed(node_id, mean_ns))
 
-    def _on_verdict(self, verdict: Verdict, n_rows_asked: int) -> None:
+    def _on_verdict(self, verdict: Verdict) -> None:
         """The audit has found a node out. From any thread."""
+        n_rows_asked = self._rows_asked(verdict.node_id)
         reason = as_sentence(verdict.reason)
         log.warning("holder_judged", node=verdict.node_id, verdict=verdict.word, reason=reason)
         self._channel.send(
@@ -353,6 +354,11 @@ class BackboneEngine:
             self._dispatcher.remove_holder(node_id, reason)
             self._channel.send(HolderLost(node_id, code, reason))
             self._settle_soon()
+
+    def _rows_asked(self, node_id: NodeId) -> int:
+        """Of a node, in examinations and for texts."""
+        asked = self._dispatcher.rows_asked(node_id) if self._dispatcher is not None else 0
+        return asked + (self._audit.rows_examined().get(node_id, 0) if self._audit is not None else 0)
 
     def _examine(self, holder: RemoteHolder, message: ConnectHolder, shard: ShardSet) -> None:
         """Look at rows of a new connection before it counts. Raises `RemoteProtocolError` with the verdict

@@ -36,6 +36,7 @@ from kvasir_proto.audit.core import NODES_MAX, AuditCore, NoteClaim, NoteFinding
 from kvasir_proto.audit.evidence import EXHIBIT_BYTES_MAX
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.audit.reply_chain import claim_in_seal
+from kvasir_proto.audit.sampling import CHOSEN_OF_WINDOW, WINDOW, Countdowns
 from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.dispatch import FrameKind
 from kvasir_proto.effects import Now
@@ -121,12 +122,12 @@ class RowAudit:
         self,
         manifest: ModelManifest,
         read: Callable[[str, int], bytes | bytearray | memoryview],
-        on_verdict: Callable[[Verdict, int], None],
+        on_verdict: Callable[[Verdict], None],
         on_evidence: Callable[[NodeId, bytes], None],
         on_unaccountable: Callable[[NodeId, str, str], None],
     ) -> None:
-        """`read(tensor name, expert)` gives any expert's bytes, verified. `on_verdict` gets each verdict once
-        and how many rows had been asked of its node, `on_evidence` what can be shown to others of a node that
+        """`read(tensor name, expert)` gives any expert's bytes, verified. `on_verdict` gets each verdict
+        once, `on_evidence` what can be shown to others of a node that
         was found out, `on_unaccountable` a node that does not stand for its answers, with a code and a
         reason. None may block.
         """
@@ -135,17 +136,22 @@ class RowAudit:
         self._referee_lock = threading.Lock()
         self._lock = threading.Lock()
         """Over the core, claims and counts: the decode thread, examinations and control's thread use them."""
-        self._core = AuditCore(draws=random.SystemRandom())
+        self._core = AuditCore(draws=random.SystemRandom(), n_expert=manifest.n_expert)
         self._on_verdict = on_verdict
         self._on_unaccountable = on_unaccountable
         self._exhibits = Exhibits(on_evidence)
         row_bytes = 2 * 4 * (manifest.n_embd + 1)  # a row, its answer, and what stands in the tables
         self._rows_a_request = max(1, (EXHIBIT_BYTES_MAX - dispatch.HEADER_BYTES) // row_bytes)
         self._claims: dict[NodeId, Claim] = {}
-        self._rows_asked: Counter[NodeId] = Counter()
         self._rows_examined: Counter[NodeId] = Counter()
         self._rows_dropped = 0
         self._rows: WaitingRows[_Row | _Sealed] = WaitingRows(ROWS_WAITING_MAX)
+        self.has_room = True
+        """Whether to choose rows. Where more wait than can, one is chosen for each that was looked at: of a
+        quick model no more could be looked at, and counting all costs more than looking at some.
+        """
+        self.n_rows_unseen = 0
+        """Rows that were not even counted for that; the decode thread's."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -170,7 +176,6 @@ class RowAudit:
         """
         with self._lock:
             places = self._core.choose(node_id, layer, experts)
-            self._rows_asked[node_id] += len(experts)
         width_in, width_out = widths
         seen: set[int] = set()
         exchange = keep() if places and len(self._rows) < EXCHANGES_WAITING_MAX else None
@@ -183,6 +188,13 @@ class RowAudit:
             answer = _copied(answers_address + 4 * width_out * index, width_out)
             row = _Row(node_id, layer, program, experts[place], pairs, x, answer, exchange, place)
             self._look_later(row)
+
+    def countdowns(self, node_id: NodeId, layer: int) -> Countdowns | None:
+        """By these the decode thread may count rows itself, until one is to be looked at, or `note_rows` is
+        asked for: then they may be others.
+        """
+        with self._lock:
+            return self._core.countdowns(node_id, layer)
 
     # -- a new connection --------------------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class RowAudit:
             self._claims[node_id] = claim
             while len(self._claims) > NODES_MAX:
                 forgotten = next(iter(self._claims))
-                del self._claims[forgotten], self._rows_asked[forgotten], self._rows_examined[forgotten]
+                del self._claims[forgotten], self._rows_examined[forgotten]
             self._core.command(NoteClaim(node_id, claim.can_be_held_to, claim.certificate), _NEVER)
 
     def examine(
@@ -240,7 +252,6 @@ class RowAudit:
             for layer, experts in _requests_of(pairs, self._rows_a_request):
                 x, answers, exchange = examination.ask(layer, programs[layer], experts, draws)
                 with self._lock:
-                    self._rows_asked[holder.node_id] += len(experts)
                     self._rows_examined[holder.node_id] += len(experts)
                 is_wrong = is_later = False
                 for expert in sorted(set(experts.tolist())):
@@ -272,6 +283,7 @@ class RowAudit:
 
     def _look_later(self, row: _Row | _Sealed) -> None:
         if self._rows.put(row.node_id, row):
+            self.has_room = False
             with self._lock:
                 self._rows_dropped += 1
 
@@ -291,10 +303,10 @@ class RowAudit:
     def statistics(self) -> dict[str, Any]:
         """What the audit has seen, for status: of every node that it knows."""
         with self._lock:
-            standings, n_dropped = self._core.standings(), self._rows_dropped
+            standings = self._core.standings()
         return {
             "rows_waiting": len(self._rows),
-            "rows_dropped": n_dropped,
+            "rows_dropped": self._n_dropped(),
             "nodes": [
                 {
                     "node": each.node_id,
@@ -308,6 +320,11 @@ class RowAudit:
                 for each in standings
             ],
         }
+
+    def _n_dropped(self) -> int:
+        """Rows that were chosen and forgotten, or would have been chosen."""
+        with self._lock:
+            return self._rows_dropped + self.n_rows_unseen * CHOSEN_OF_WINDOW // WINDOW
 
     def close(self) -> None:
         """End the thread; rows that wait are not looked at any more."""
@@ -327,9 +344,8 @@ class RowAudit:
             each = self._rows.get()
             if each is None:
                 return
-            with self._lock:
-                n_dropped = self._rows_dropped
-            pace.note_looked(n_dropped)
+            self.has_room = True
+            pace.note_looked(self._n_dropped())
             began = time.thread_time()
             try:
                 self._look_at(each)
@@ -390,9 +406,9 @@ class RowAudit:
             found = judge(form)
         with self._lock:
             self._core.command(NoteFindings(found), _NEVER)
-            verdicts, n_asked = self._core.drain(), self._rows_asked[node_id]
+            verdicts = self._core.drain()
         for verdict in verdicts:
-            self._on_verdict(verdict, n_asked)
+            self._on_verdict(verdict)
             self._exhibits.accuse(node_id)
         return found
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from kvasir_proto.audit.drift import DriftAlarm
 from kvasir_proto.audit.finding import Finding
-from kvasir_proto.audit.sampling import Sampling
+from kvasir_proto.audit.sampling import Countdowns, Sampling
 from kvasir_proto.audit.sequential import SequentialTest
 from kvasir_proto.audit.verdict import Verdict, is_wrong_for_short_sums, word_of
 from kvasir_proto.effects import Now
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import Instant
-from kvasir_proto.limits import AuditVerdict
+from kvasir_proto.limits import EXPERTS_MAX, AuditVerdict
 from kvasir_proto.messages import Message
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class _Subject:
 class AuditCore:
     """See the module. `draws` decides which rows are looked at: nobody else may know them."""
 
-    def __init__(self, *, draws: random.Random) -> None:
-        self._sampling = Sampling(draws)
+    def __init__(self, *, draws: random.Random, n_expert: int = EXPERTS_MAX) -> None:
+        self._sampling = Sampling(draws, n_expert)
         self._subjects: dict[NodeId, _Subject] = {}
         self._effects: list[Verdict] = []
 
@@ -131,6 +131,10 @@ class AuditCore:
     def choose(self, node_id: NodeId, layer: int, experts: Sequence[int]) -> list[int]:
         """Which of the rows of an answer to look at, by place; `experts` says whose row each is."""
         return self._sampling.choose(node_id, layer, experts)
+
+    def countdowns(self, node_id: NodeId, layer: int) -> Countdowns | None:
+        """What `choose` has to be asked by, for who counts rows itself; None before it was asked once."""
+        return self._sampling.countdowns(node_id, layer)
 
     def standing_of(self, node_id: NodeId) -> AuditStanding | None:
         """What is known of this node; None if nothing."""

@@ -243,6 +243,13 @@ KVASIR_API int32_t kvasir_is_expected_reply(const void * header, uint64_t reques
 KVASIR_API int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs, int32_t n_pairs,
                                        int32_t n_embd, float * out);
 
+// Counts the rows of an answer where an audit looks at none of them: `ids` [n_tokens, n_slots] says whose row
+// each is, `pairs` which of them these are. `until` [n_expert] is how many rows of each expert are still to go by
+// unseen, and `whole` of all together, and behind it whether something else is to be done first. Returns 0 when
+// all were counted; 1 when none was, since one of them is to be looked at.
+KVASIR_API int32_t kvasir_pass_by(const int32_t * ids, const int32_t * pairs, int32_t n_pairs, int32_t * until,
+                                  int64_t * whole);
+
 // Weighted sums of rows [n_pairs, n_embd] into `sums` [n_rows, n_embd]: pair p's row times weight_of_pair[p] is
 // added to sum row_of_pair[p], in the order of pairs. Every product and every sum is rounded to F32 by itself
 // and no zero is added first, so that one holder's sums of all slots are those of ggml's MUL and ADDs bit for

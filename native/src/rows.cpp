@@ -237,6 +237,25 @@ extern "C" int32_t kvasir_scatter_rows(const float * rows, const int32_t * pairs
     return -1;
 }
 
+extern "C" int32_t kvasir_pass_by(const int32_t * ids, const int32_t * pairs, int32_t n_pairs, int32_t * until,
+                                  int64_t * whole) {
+    if (whole[1] != 0 || whole[0] < n_pairs) {
+        return 1;
+    }
+    for (int32_t i = 0; i < n_pairs; ++i) {
+        int32_t & left = until[ids[pairs[i]]];
+        if (left == 0) {
+            while (--i >= 0) {
+                ++until[ids[pairs[i]]];
+            }
+            return 1;
+        }
+        --left;
+    }
+    whole[0] -= n_pairs;
+    return 0;
+}
+
 extern "C" int32_t kvasir_weighted_sums(const float * rows, const int32_t * row_of_pair,
                                         const float * weight_of_pair, int32_t n_pairs, int32_t n_rows,
                                         int32_t n_embd, float * sums) {

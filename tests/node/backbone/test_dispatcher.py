@@ -26,6 +26,7 @@ from kvasir_node.backbone.reply_log import Exchange
 from kvasir_node.backbone.row_audit import Asked
 from kvasir_node.native_library import load
 from kvasir_proto import dispatch
+from kvasir_proto.audit.sampling import Sampling
 from kvasir_proto.dispatch import DispatchHeader, FrameKind, PlainHeader, ReplyCode
 from kvasir_proto.errors import EngineFailed, LocalProtocolError, NoHolderLeft
 from kvasir_proto.ids import NodeId, node_id_of
@@ -57,7 +58,7 @@ IN_TIME_S = 5.0
 class Swarm:
     """A dispatcher, its workers, and whom it lost."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 4, audit: object = None) -> None:
         self.width = width
         self.lost: list[tuple[NodeId, str, str]] = []
         self.timed: list[tuple[NodeId, int]] = []
@@ -69,6 +70,7 @@ class Swarm:
             self.programs,
             on_holder_lost=lambda *all_of: self.lost.append(all_of),
             on_answers_timed=lambda *both: self.timed.append(both),
+            audit=cast("Any", audit),
         )
         self.dispatcher.set_authority(0, 1)
 
@@ -117,10 +119,16 @@ def swarm() -> Iterator[Swarm]:
 class NotedRows:
     """An audit that looks at everything."""
 
+    has_room = True
+    n_rows_unseen = 0
+
     def __init__(self) -> None:
         self.seen: list[tuple[NodeId, int, int, list[float], list[float]]] = []
         self.exchanges: list[Exchange | None] = []
         self.of_sums: list[tuple[tuple[int, float], ...]] = []
+
+    def countdowns(self, node_id: NodeId, layer: int) -> None:
+        """Nothing may go by unseen."""
 
     def note_rows(
         self,
@@ -144,9 +152,8 @@ class NotedRows:
 
 
 def test_the_audit_sees_every_row_that_a_worker_gave_and_what_was_asked() -> None:
-    swarm = Swarm()
     noted = NotedRows()
-    swarm.dispatcher._audit = cast("Any", noted)
+    swarm = Swarm(audit=noted)
     swarm.add(EVERYTHING, LOW, default=Deed.NAN)
     good = swarm.add(EVERYTHING, HIGH)
     call = swarm.run()
@@ -163,9 +170,8 @@ def test_the_audit_sees_every_row_that_a_worker_gave_and_what_was_asked() -> Non
 
 def test_the_audit_is_told_what_every_sum_is_of() -> None:
     """Whoever holds which part: the sum of what it is told, computed again, is what the holder said."""
-    swarm = Swarm()
     noted = NotedRows()
-    swarm.dispatcher._audit = cast("Any", noted)
+    swarm = Swarm(audit=noted)
     swarm.add(LOW, LOW)
     swarm.add(HIGH, HIGH)
     call = sums_call([[0, 3, 1], [4, 5, 3], [2, 1, 0], [5, 0, 2]], weights=[[0.5, 2.0, 4.0]] * 4)
@@ -179,6 +185,56 @@ def test_the_audit_is_told_what_every_sum_is_of() -> None:
         of_row = np.zeros(len(pairs), np.int32)
         rows = compute_rows(layer, np.array([x], np.float32), of_row, experts)
         assert add_up(rows, of_row, weights).tolist() == [answer]
+    swarm.close()
+
+
+class ChosenRows(NotedRows):
+    """An audit whose core chooses; what goes by unseen is counted for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampling = Sampling(Random(3), toy_manifest(4).n_expert)
+        self.chosen: list[int] = []
+        self.n_asked = 0
+
+    def countdowns(self, node_id: NodeId, layer: int) -> Any:
+        return self.sampling.countdowns(node_id, layer)
+
+    def note_rows(self, node_id: NodeId, layer: int, program: object, experts: list[int], *rest: Any) -> None:
+        self.n_asked += 1
+        self.chosen += [experts[each] for each in self.sampling.choose(node_id, layer, experts)]
+
+
+@pytest.mark.parametrize("are_summed", [False, True])
+def test_the_audit_is_asked_only_where_it_looks_at_something(are_summed: bool) -> None:
+    """And counts the same, row by row, as one that is asked each time."""
+    chosen, each_time = ChosenRows(), Sampling(Random(3), toy_manifest(4).n_expert)
+    swarm = Swarm(audit=chosen)
+    worker = swarm.add()
+    expected: list[int] = []
+    for _ in range(300):
+        call = sums_call() if are_summed else ToyCall(IDS)
+        swarm.dispatcher(call)
+        experts = [expert for row in IDS for expert in row]
+        expected += [experts[each] for each in each_time.choose(worker.node_id, LAYERS[0], experts)]
+    assert chosen.chosen == expected
+    assert chosen.n_asked < 200
+    chosen.sampling.scrutinise(worker.node_id, LAYERS[0], 5)
+    each_time.scrutinise(worker.node_id, LAYERS[0], 5)
+    for _ in range(8):
+        swarm.run()
+        expected += [experts[each] for each in each_time.choose(worker.node_id, LAYERS[0], experts)]
+    assert chosen.chosen == expected
+    before = chosen.n_asked
+    chosen.has_room = False
+    for _ in range(50):
+        swarm.run()
+    assert chosen.n_asked == before, "what nobody would look at is not counted"
+    assert chosen.n_rows_unseen == 50 * 8
+    chosen.has_room = True
+    chosen.sampling.forget(worker.node_id)
+    swarm.run()
+    assert chosen.n_asked == before + 1, "it begins anew"
     swarm.close()
 
 

@@ -64,20 +64,27 @@ class Audited:
 
     def __init__(self, kind: type[RowAudit] = RowAudit) -> None:
         self.verdicts: list[tuple[Verdict, int]] = []
+        self.n_shown = 0
         self.evidence: list[bytes] = []
         self.unaccountable: list[tuple[str, str]] = []
         self.audit = kind(
             EXPERTS.manifest,
             EXPERTS.read,
-            on_verdict=lambda verdict, n_asked: self.verdicts.append((verdict, n_asked)),
+            on_verdict=lambda verdict: self.verdicts.append((verdict, self.n_asked)),
             on_evidence=lambda node_id, evidence: self.evidence.append(evidence),
             on_unaccountable=lambda node_id, code, reason: self.unaccountable.append((code, reason)),
         )
+
+    @property
+    def n_asked(self) -> int:
+        """Rows that were asked so far."""
+        return self.n_shown + sum(self.audit.rows_examined().values())
 
     def show(self, kernel: ExpertKernel, n_rows: int, *, seed: int = 0, expert: int = 0) -> None:
         """As the dispatcher does with an answer."""
         x = np.random.default_rng(seed).standard_normal((n_rows, SHAPE.n_embd)).astype(np.float32)
         answers = compute(kernel, expert_program(), x, expert)
+        self.n_shown += n_rows
         self.audit.note_rows(
             NODE,
             0,
@@ -414,6 +421,7 @@ def test_sums_are_looked_at_for_the_sake_of_each_expert_in_them(
             lambda: None,
         )
         n_asked += 1
+        audited.n_shown += len(pairs)
         audited.wait_idle()
     assert bool(audited.verdicts) == is_found
     if is_found:
@@ -505,6 +513,8 @@ OF_ANY_THREAD = {
     "_referee_lock",
     "_lock",
     "_rows",
+    "has_room",
+    "n_rows_unseen",
     "_is_closing",
     "_thread",
 }

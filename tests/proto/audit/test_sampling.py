@@ -66,8 +66,7 @@ def test_every_place_of_a_window_is_drawn_alike() -> None:
     draws = random.Random(6)
     for _ in range(40 * WINDOW):
         windows.to_the_end = 0
-        windows.begin(draws)
-        counts[windows.until_next] += 1
+        counts[windows.begin(draws)] += 1
     assert min(counts) > 10
     assert max(counts) < 90
 
@@ -80,6 +79,26 @@ def test_where_something_was_found_row_after_row_is_looked_at() -> None:
     assert sampler.choose(FIRST, 0, [1] * SCRUTINY_ROWS) == list(range(SCRUTINY_ROWS))
     assert len(sampler.choose(FIRST, 0, [0, 1] * 10)) < 10
     sampler.scrutinise(SECOND, 0, 0)  # whom nobody has asked anything
+
+
+def test_countdowns_say_how_many_rows_go_by_unseen() -> None:
+    sampler = Sampling(random.Random(7), 8)
+    assert sampler.countdowns(FIRST, 0) is None
+    sampler.choose(FIRST, 0, [0, 1] * 100)
+    assert sampler.countdowns(FIRST, 1) is None
+    counts = sampler.countdowns(FIRST, 0)
+    assert counts is not None
+    for _ in range(50):
+        assert sampler.countdowns(FIRST, 0) is not None
+        unseen = min(counts.of_experts[1], counts.of_node[0])
+        assert sampler.choose(FIRST, 0, [1] * (unseen + 1)) == [unseen]
+    assert counts.of_node.tolist()[1] == 0
+    sampler.scrutinise(FIRST, 0, 1)
+    assert counts.of_node.tolist()[1] == 1, "choose is to be asked"
+    sampler.choose(FIRST, 0, [])
+    assert [*counts.of_node, counts.of_experts[1]] == [0, 0, 0]
+    sampler.forget(FIRST)
+    assert counts.of_node.tolist()[1] == 1, "these are not counted by any more"
 
 
 def test_a_node_that_is_forgotten_is_in_probation_again() -> None:
