@@ -46,7 +46,7 @@ EVIDENCE_KEPT: Final = 4
 """Pieces of evidence that others can ask for: 5 MiB."""
 WAITING_MAX: Final = 64
 """Accusations that wait to be looked into; one more is not, until it is said again."""
-ANSWER_TIMEOUT: Final[Duration] = seconds(10)
+ANSWER_TIMEOUT: Final[Duration] = seconds(30)
 RECOMPUTE_TIMEOUT: Final[Duration] = seconds(120)
 SPACING: Final[Duration] = seconds(1)
 """Between two that are looked into."""
@@ -195,7 +195,13 @@ class Accusations:
         return max(ELECTORS_NEEDED_MIN, auditors_needed(len(self._electors), may_lie=self._may_lie))
 
     def accuse(self, request: Accuse, now: Now) -> None:
-        """Say what this node's own audit has found, and keep what shows it."""
+        """Say what this node's own audit has found, and keep what shows it; if it does show it."""
+        try:
+            self._open(request.evidence, _Case(request.node_id, request.claim_digest), now)
+        except RemoteProtocolError as error:
+            fields = (("node", request.node_id), ("reason", error.reason))
+            self._effects.append(Notice("accusation_not_made", fields))
+            return
         digest = self._keep(request.evidence)
         self._sign(
             _Case(request.node_id, request.claim_digest),
@@ -239,7 +245,7 @@ class Accusations:
             self._refute(inquiry, "it sends other evidence than it named", now)
             raise RemoteProtocolError("other evidence than was asked for", "bad_evidence")
         try:
-            open_evidence(message.evidence, *inquiry.case, swarm=self._swarm, model_digest=self._model_digest)
+            self._open(message.evidence, inquiry.case, now)
         except RemoteProtocolError as error:
             self._refute(inquiry, str(error), now)
             raise
@@ -283,6 +289,10 @@ class Accusations:
         return effects
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _open(self, evidence: bytes, case: _Case, now: Now) -> None:
+        """Raises `RemoteProtocolError` for what is no evidence of this node's, as it is certified."""
+        open_evidence(evidence, *case, swarm=self._swarm, model_digest=self._model_digest, now=now.wall)
 
     def _is_heard(self, signer: NodeId) -> bool:
         return signer in self._electors or signer == self._backbone

@@ -37,7 +37,7 @@ HEADER_BYTES: Final = 48
 DIGEST_BYTES: Final = 32
 """Size of the SHA-256 behind a REPLY's rows."""
 
-SEAL_BYTES: Final = 168
+SEAL_BYTES: Final = 176
 """Size of the payload of a REPLY to a SEAL."""
 
 PAIRS_MAX: Final = 65_536

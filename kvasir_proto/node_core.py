@@ -527,6 +527,8 @@ class NodeCore:
         self._absent_since: dict[NodeId, Instant] = {}
         self._revoked_reason = ""
         self._note_electors(now)
+        if self._election.fence is not None:
+            self._accusations.know_backbone(self._election.fence.backbone)
         self._note_revocation(now)
         self._settle(now)
 

@@ -27,6 +27,8 @@ from kvasir_proto.codec import encode
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 
+ROWS_SHOWN: Final = 2 * ROWS_NEEDED
+"""Rows after which no other exchange is added: some may be such that an elector cannot judge them."""
 NODES_MAX: Final = 16
 """Nodes of which exchanges are kept, those that were found out last: 1 MiB each at most."""
 
@@ -93,18 +95,20 @@ class Exhibits:
 
 def _evidence_of(wrong: tuple[Wrong, ...]) -> RowEvidence | None:
     """What these rows are evidence of, if they are enough; those that are not sealed yet are none."""
+    found: dict[Exchange, dict[bytes, int]] = {}
+    for each in wrong:
+        if each.exchange.segment is not None:
+            found.setdefault(each.exchange, {}).setdefault(each.row, each.pair)
     by_exchange: dict[Exchange, list[int]] = {}
     seen: set[bytes] = set()
-    for each in reversed(wrong):
-        exchange = each.exchange
-        if exchange.segment is None or each.row in seen or not _is_sealed_well(exchange):
-            continue
-        if exchange not in by_exchange and len(by_exchange) == EXHIBITS_MAX:
-            continue
-        pairs = by_exchange.setdefault(exchange, [])
-        if len(pairs) < ROWS_OF_AN_EXHIBIT_MAX:
-            pairs.append(each.pair)
-            seen.add(each.row)
+    # Those that show most first: everybody who votes is to fetch it.
+    for exchange in sorted(found, key=lambda each: -len(found[each])):
+        rows = [row for row in found[exchange] if row not in seen][:ROWS_OF_AN_EXHIBIT_MAX]
+        if len(seen) >= ROWS_SHOWN or len(by_exchange) == EXHIBITS_MAX:
+            break
+        if rows and _is_sealed_well(exchange):
+            by_exchange[exchange] = [found[exchange][row] for row in rows]
+            seen.update(rows)
     if len(seen) < ROWS_NEEDED:
         return None
     log = next(iter(by_exchange)).log

@@ -9,6 +9,7 @@ matter what was kept. It refuses to know what is wrong with a row.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,27 +23,31 @@ from kvasir_proto.audit.reply_chain import (
     next_program,
     open_seal,
 )
+from kvasir_proto.capability import CLOCK_SKEW_MAX
 from kvasir_proto.dispatch import reply_digest
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId
 
 SEAL_INTERVAL_NS: Final = 1_000_000_000
 """A seal is asked for with the first request after so long, where there is anything to seal."""
-KEPT_EXCHANGES_MAX: Final = 32
+KEPT_EXCHANGES_MAX: Final = 64
 """Exchanges that wait for their seal; of more the oldest are evidence of nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Replies between two seals: the number of those before, the link before, their digests, the seal."""
+    """Replies between two seals: the number of those before, the link before, their digests, the seal, and
+    the wall time when it came.
+    """
 
     n_before: int
     link: bytes
     digests: tuple[bytes, ...]
     seal: bytes
+    came_at: int
 
     def check(self, log: ReplyLog) -> None:
-        """Raise `RemoteProtocolError` if the seal is not of this segment, or of another claim."""
+        """Raise `RemoteProtocolError` if the seal is not of this segment, this claim and this time."""
         seal = open_seal(self.seal, log.model_digest, log.engine_key)
         if seal.n_replies != self.n_before + len(self.digests):
             raise RemoteProtocolError("its seal is of another number of replies", "unaccountable")
@@ -50,6 +55,8 @@ class Segment:
             raise RemoteProtocolError("its seal is of other replies than it gave", "unaccountable")
         if seal.programs not in log.told:
             raise RemoteProtocolError("its seal is of programs that it was not told", "unaccountable")
+        if abs(seal.at - self.came_at) > CLOCK_SKEW_MAX:
+            raise RemoteProtocolError("its seal is of another time", "clock_wrong")
         if seal.claim != log.claim:
             raise RemoteProtocolError("it answers as a node with other certificates", "stale_claim")
 
@@ -137,7 +144,7 @@ class ReplyLog:
 
     def take_seal(self, data: bytes) -> None:
         """The seal has come: of all replies before it."""
-        segment = Segment(self._n_sealed, self._link, tuple(self._digests), data)
+        segment = Segment(self._n_sealed, self._link, tuple(self._digests), data, time.time_ns())
         for each in self._kept:
             each.segment = segment
         self._n_sealed += len(self._digests)

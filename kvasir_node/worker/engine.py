@@ -357,7 +357,7 @@ class WorkerEngine:
                 lambda: self._fence,
                 self._counters,
                 lambda n_replies, link, programs: sign_seal(
-                    Seal(n_replies, link, programs, claim_in_seal(claim_digest)),
+                    Seal(n_replies, link, programs, claim_in_seal(claim_digest), time.time_ns()),
                     loaded.model_digest,
                     self._credentials.sign,
                 ),

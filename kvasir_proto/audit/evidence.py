@@ -21,20 +21,24 @@ from kvasir_proto.audit.reply_chain import (
     next_program,
     open_seal,
 )
+from kvasir_proto.capability import CLOCK_SKEW_MAX
 from kvasir_proto.certificate import verify_binding
 from kvasir_proto.codec import decode
 from kvasir_proto.dispatch import SEAL_BYTES, Answer, DispatchHeader, WireType, reply_digest
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, NodeIdField, SwarmDigest
+from kvasir_proto.instants import Duration, WallTime
 from kvasir_proto.limits import Count, Digest, Length, PublicKeyDer, Range
 from kvasir_proto.messages import Family
 from kvasir_proto.program import ExpertProgram, decode_program
+from kvasir_proto.tolerance_certificate import CERTIFICATE_LIFETIME
 
 ROWS_NEEDED: Final = 3
 """Different rows of one node that nothing explains, of which one is no proof: memory has errors too."""
 EXHIBITS_MAX: Final = 4
 EXHIBIT_BYTES_MAX: Final = 256 << 10
 """Bytes of a request and its rows: a token through eight experts of 4,096 columns takes 160 KiB."""
+EVIDENCE_LIFETIME: Final[Duration] = CERTIFICATE_LIFETIME
 EVIDENCE_SIZE_MAX: Final = 5 << 18
 PROGRAMS_TOLD_MAX: Final = 8
 ROWS_OF_AN_EXHIBIT_MAX: Final = 16
@@ -101,9 +105,15 @@ class ShownRow(NamedTuple):
 
 
 def open_evidence(
-    data: bytes, node_id: NodeId, claim_digest: bytes, swarm: SwarmDigest, model_digest: bytes
+    data: bytes,
+    node_id: NodeId,
+    claim_digest: bytes,
+    swarm: SwarmDigest,
+    model_digest: bytes,
+    now: WallTime,
 ) -> tuple[ShownRow, ...]:
-    """The rows that this node's engine certainly gave, as a node with that claim.
+    """The rows that this node's engine certainly gave, as a node with that claim, within the last week: no
+    certificate is good for longer, and neither is what was found of a node with it.
 
     Raises `RemoteProtocolError`: as `decode`, `verify_binding` and `open_seal` do, or `bad_evidence` for what
     does not fit together, and for less than `ROWS_NEEDED` different rows.
@@ -127,6 +137,8 @@ def open_evidence(
             raise _bad("the seal is of another number of replies")
         if seal.programs not in known_at or seal.claim != claim_in_seal(claim_digest):
             raise _bad("the seal is of other programs or another claim")
+        if not 0 <= now - seal.at + CLOCK_SKEW_MAX <= EVIDENCE_LIFETIME + 2 * CLOCK_SKEW_MAX:
+            raise _bad("its seal is too old, or of the future")
         if _header_of(exhibit).program not in known_at[seal.programs]:
             raise _bad("the request names a program that was not told by then")
     shown = rows_shown(evidence)

@@ -2,9 +2,10 @@
 
 Both ends of a connection make the same chain: a link for each reply that has rows, of the link before and the
 SHA-256 over (request, rows) that the reply carries. Now and then the backbone asks for a seal: the engine's
-signature over how many replies there were, the last link, all expert programs that it was told, and the claim
-that its node is held to. Seals are asked for by count and by time alone, so that a worker never learns what
-is audited. What a link is of is not looked at here, and neither is whose the engine is (`certificate`).
+signature over how many replies there were, the last link, all expert programs that it was told, the claim
+that its node is held to, and when that was. Seals are asked for by count and by time alone, so that a worker
+never learns what is audited. What a link is of is not looked at here, and neither is whose the engine is
+(`certificate`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SEALED_REPLIES: Final = 256
 SEALED_REPLIES_MAX: Final = 512
 """The most that one seal is used for: replies that were under way come on top."""
 
-_SEAL: Final = struct.Struct("<Q32s32s32s")
+_SEAL: Final = struct.Struct("<Q32s32s32sQ")
 _DOMAIN: Final = SIGNATURE_DOMAIN + b" seal"
 _HALF: Final = 32
 
@@ -42,12 +43,13 @@ assert _SEAL.size + 2 * _HALF == SEAL_BYTES
 
 
 class Seal(NamedTuple):
-    """What an engine signs of a connection so far; `claim` is `claim_in_seal`'s."""
+    """What an engine signs of a connection so far; `claim` is `claim_in_seal`'s, `at` wall time in ns."""
 
     n_replies: int
     link: bytes
     programs: bytes
     claim: bytes
+    at: int
 
 
 def next_link(link: bytes, digest: bytes) -> bytes:

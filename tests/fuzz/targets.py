@@ -37,6 +37,7 @@ from kvasir_node.model.model_manifest import manifest_of
 from kvasir_node.native_library import load
 from kvasir_node.worker.connection import BackboneConnection, ServingCounters
 from kvasir_proto import codec, dispatch
+from kvasir_proto.audit.evidence import ROW_EVIDENCE, rows_shown
 from kvasir_proto.capability import seal_record
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.dispatch import FrameKind, Opening, ReplyCode, ReplyHeader, WireType
@@ -58,6 +59,7 @@ from kvasir_proto.term_proof import (
     make_term_proof,
     verify_term_proof,
 )
+from tests.node.sealed_rows import SealingWorker
 from tests.node.test_ggml_cpu import EVERYTHING as ALL_OPERATIONS
 from tests.node.test_ggml_cpu import ODD_SHAPES, SWIGLU, make_bench
 from tests.node.test_rows import pack
@@ -426,6 +428,30 @@ def program_seeds() -> Iterable[bytes]:
     """Programs that llama.cpp's graphs become."""
     yield from (program.encode() for program in PROGRAMS)
     yield from (PROGRAM.encode(), OTHER_PROGRAM.encode())
+
+
+def run_evidence(data: bytes) -> None:
+    """Evidence whose signatures all hold, since whoever gave the rows may be the liar: whole rows or none."""
+    try:
+        evidence = codec.decode(data, ROW_EVIDENCE)
+        shown = rows_shown(evidence)
+    except RemoteProtocolError as error:
+        require_sentence(error)
+        return
+    require(len(shown) == sum(len(each.pairs) for each in evidence.exhibits), "a row is missing")
+    for row in shown:
+        require(bool(row.x) and bool(row.answer) and not len(row.answer) % 4, "half a row")
+        require(row.expert >= 0, "an expert below 0")
+        answers = [exhibit.rows for exhibit in evidence.exhibits]
+        require(any(row.answer in each for each in answers), "an answer that nobody gave")
+
+
+def evidence_seeds() -> Iterable[bytes]:
+    """Two exchanges of one worker, of which three rows are shown."""
+    worker = SealingWorker(key_of(7), _SWARM, PROGRAM)
+    for token in range(3):
+        worker.answer(1, [2, 5], [[float(token), 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]])
+    yield codec.encode(worker.evidence({0: [0, 1], 2: [1]}))
 
 
 def run_dispatch_header(data: bytes) -> None:
@@ -924,6 +950,7 @@ TARGETS: Final = {
         Target("signed", run_signed, signed_seeds, document_offset=1),
         Target("node-core", run_node_core, node_core_seeds, 2048),
         Target("program", run_program, program_seeds, 2048, document_offset=0),
+        Target("evidence", run_evidence, evidence_seeds, document_offset=0),
         Target("dispatch-header", run_dispatch_header, dispatch_header_seeds, 128),
         Target("worker-connection", run_worker_connection, stream_seeds, 1024),
         Target("remote-holder", run_remote_holder, remote_holder_seeds, 1024),

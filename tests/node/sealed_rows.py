@@ -36,6 +36,7 @@ class SealingWorker:
     program: ExpertProgram
     model_digest: bytes = bytes(32)
     claim_digest: bytes = b""
+    at: int = 1 << 60
     role: Role = "worker"
     exchanges: list[tuple[bytes, bytes]] = field(default_factory=list)
     links: list[bytes] = field(default_factory=lambda: [FIRST_LINK])
@@ -86,7 +87,8 @@ class SealingWorker:
     def seal(self) -> bytes:
         """Of all replies so far."""
         told = next_program(FIRST_LINK, 0, self.program.encode())
-        seal = Seal(len(self.exchanges), self.links[-1], told, claim_in_seal(self.claim_digest))
+        claim = claim_in_seal(self.claim_digest)
+        seal = Seal(len(self.exchanges), self.links[-1], told, claim, self.at)
         return sign_seal(seal, self.model_digest, self.end.credentials.sign)
 
     def exhibit(self, number: int, pairs: Sequence[int]) -> Exhibit:

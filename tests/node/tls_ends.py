@@ -6,6 +6,7 @@ import functools
 import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,16 @@ def make_engine_end(bind: Callable[[bytes], bytes] = lambda key: b"no binding") 
 
 
 def seals_of(
-    end: EngineEnd, model_digest: bytes = bytes(32), claim_digest: bytes = b""
+    end: EngineEnd, model_digest: bytes = bytes(32), claim_digest: bytes = b"", *, ahead_ns: int = 0
 ) -> Callable[[int, bytes, bytes], bytes]:
     """What a worker's connection signs seals with."""
     claim = claim_in_seal(claim_digest)
-    return lambda n, link, told: sign_seal(Seal(n, link, told, claim), model_digest, end.credentials.sign)
+
+    def seal(n_replies: int, link: bytes, told: bytes) -> bytes:
+        made = Seal(n_replies, link, told, claim, time.time_ns() + ahead_ns)
+        return sign_seal(made, model_digest, end.credentials.sign)
+
+    return seal
 
 
 def no_seals(n_replies: int, link: bytes, programs: bytes) -> bytes:

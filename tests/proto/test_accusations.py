@@ -58,10 +58,16 @@ def node(number: int) -> NodeId:
 
 
 def evidence_of(
-    number: int, factor: float, *, claim: bytes = CLAIM, swarm: SwarmDigest | None = None, n_rows: int = 3
+    number: int,
+    factor: float,
+    *,
+    claim: bytes = CLAIM,
+    swarm: SwarmDigest | None = None,
+    n_rows: int = 3,
+    at: int = 1 << 60,
 ) -> bytes:
     """Rows that this node's engine gave, rightly or wrongly."""
-    worker = SealingWorker(key_of(number), swarm or SWARM.digest, PROGRAM, MODEL, claim)
+    worker = SealingWorker(key_of(number), swarm or SWARM.digest, PROGRAM, MODEL, claim, at)
     rows = [[float(each + 1), 2.0] for each in range(n_rows)]
     worker.answer(3, list(range(n_rows)), rows, [[row[0] * factor, 0.0] for row in rows])
     return encode(worker.evidence({0: range(n_rows)}))
@@ -425,9 +431,21 @@ def test_tables_are_bounded() -> None:
         core.take(sign_accusation(said, key_of(1), SWARM.digest), NOW)
     assert len(core._heard) <= ACCUSED_MAX
     assert len(core._waiting) <= WAITING_MAX
-    for number in range(EVIDENCE_KEPT + 2):
-        core.accuse(accuse(b"%d" % number, 100 + number), NOW)
+    for number in range(20, 20 + EVIDENCE_KEPT + 2):
+        core.accuse(accuse(evidence_of(number, WRONG), number), NOW)
     assert len(core._evidence) == EVIDENCE_KEPT
+
+
+def test_nobody_accuses_by_what_shows_nothing() -> None:
+    """It would cost this node its own word."""
+    world = Electors(5)
+    for evidence, changes in (
+        (b"noise", {}),
+        (evidence_of(21, WRONG), {}),
+        (WRONG_ROWS, {"claim_digest": OTHER_CLAIM}),
+    ):
+        world.all[1].accuse(accuse(evidence, **changes), NOW)  # type: ignore[arg-type]
+    assert [type(each) for each in world.all[1].drain()] == [Notice] * 3
 
 
 SHOWN = [evidence for _, evidence in LIES.values()] + [WRONG_ROWS]
@@ -501,7 +519,7 @@ def test_a_whole_swarm_avoids_whom_its_electors_have_found_out() -> None:
     assert backbone.core is not None
     number = next(each for each in range(1, 6) if swarm.node(each) is not backbone)
     liar = swarm.node(number)
-    evidence = evidence_of(number, WRONG, swarm=swarm.swarm.digest)
+    evidence = evidence_of(number, WRONG, swarm=swarm.swarm.digest, at=swarm.now().wall)
     backbone.core.command(accuse(evidence, number), swarm.now())
     swarm._do(backbone)
     swarm.run(seconds(30), lambda: len(of_swarm(swarm, liar.node_id)) == 5)
@@ -537,7 +555,7 @@ def test_a_lying_backbone_makes_nobody_else_avoid_an_honest_node() -> None:
     assert backbone.core is not None
     number = next(each for each in range(1, 6) if swarm.node(each) is not backbone)
     honest = swarm.node(number)
-    evidence = evidence_of(number, HONEST, swarm=swarm.swarm.digest)
+    evidence = evidence_of(number, HONEST, swarm=swarm.swarm.digest, at=swarm.now().wall)
     backbone.core.command(accuse(evidence, number), swarm.now())
     swarm._do(backbone)
     swarm.run(seconds(60))

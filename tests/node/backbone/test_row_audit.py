@@ -34,6 +34,7 @@ from kvasir_proto.certificate import bind_engine
 from kvasir_proto.dispatch import SEAL_BYTES, Opening
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import SwarmDigest, node_id_of
+from kvasir_proto.instants import WallTime
 from tests.audited_rows import liar, sum_of
 from tests.node.tls_ends import EngineEnd, make_engine_end, seals_of, tls_pair, worker_end
 
@@ -159,7 +160,8 @@ def examined(audit: RowAudit, kernel: ExpertKernel, seal: Seals | None = None) -
 
 
 def opened(evidence: bytes) -> tuple[ShownRow, ...]:
-    return open_evidence(evidence, NODE, CLAIM, SWARM, EXPERTS.manifest.digest())
+    now = WallTime(time.time_ns())
+    return open_evidence(evidence, NODE, CLAIM, SWARM, EXPERTS.manifest.digest(), now)
 
 
 def test_an_honest_holder_passes_its_examination_and_every_expert_was_asked(audited: Audited) -> None:
@@ -199,6 +201,10 @@ UNACCOUNTABLE: dict[str, tuple[Seals, str]] = {
     "another engine's key": (seals_of(worker_end(), EXPERTS.manifest.digest(), CLAIM), "unaccountable"),
     "another model": (seals_of(END, bytes(32), CLAIM), "unaccountable"),
     "other certificates": (seals_of(END, EXPERTS.manifest.digest(), b""), "stale_claim"),
+    "another time": (
+        seals_of(END, EXPERTS.manifest.digest(), CLAIM, ahead_ns=3600 * 10**9),
+        "clock_wrong",
+    ),
     "nothing": (lambda n_replies, link, told: bytes(SEAL_BYTES), "unaccountable"),
     "another number": (
         lambda n_replies, link, told: GOOD_SEALS(n_replies + 1, link, told),
@@ -263,6 +269,7 @@ def test_what_is_found_behind_the_text_can_be_shown_once_it_is_sealed(
         sessions = Sessions(audited, holder)
         for seed in range(200):
             sessions.ask(seed)
+            audited.wait_idle()
             if audited.verdicts:
                 break
         wait_for(lambda: bool(audited.verdicts))

@@ -25,7 +25,7 @@ from kvasir_proto.messages.engine import (
 )
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.test_node_duty import open_nodes, own_record, plan_of
-from tests.node.driver.twins import TwinEngine, node_key, until
+from tests.node.driver.twins import TwinEngine, node_key, until, wall_time
 from tests.node.sealed_rows import SealingWorker
 
 
@@ -166,9 +166,8 @@ async def found_out(
     for each in world.nodes:
         worker_engine(each).answers_to_recomputations = answers
     claim = own_record(liar).claim_digest()
-    worker = SealingWorker(
-        node_key(number), world.swarm.digest, expert_program(), world.model.manifest.digest(), claim
-    )
+    digest = world.model.manifest.digest()
+    worker = SealingWorker(node_key(number), world.swarm.digest, expert_program(), digest, claim, wall_time())
     rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     worker.answer(0, [0, 1, 2], rows, rows)
     engine = [each for each in backbone.engines.all if each.role == "backbone"][-1]

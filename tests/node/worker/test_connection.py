@@ -573,7 +573,8 @@ def test_a_seal_is_of_all_that_was_answered_and_of_the_programs_that_were_told()
         header, payload = served.replies[place]
         assert (header.request_id, header.n_pairs) == (9, 0)
         found = open_seal(payload, MODEL, worker_end().key)
-        assert found == Seal(n_replies, last_link(FIRST_LINK, [digest] * n_replies), programs, CLAIM)
+        link = last_link(FIRST_LINK, [digest] * n_replies)
+        assert found == Seal(n_replies, link, programs, CLAIM, found.at)
 
 
 def test_nobody_seals_before_it_was_opened() -> None:

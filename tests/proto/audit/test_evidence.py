@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvasir_node.certification.certify import expert_program
 from kvasir_proto import dispatch
 from kvasir_proto.audit.evidence import (
+    EVIDENCE_LIFETIME,
     EXHIBIT_BYTES_MAX,
     ROWS_NEEDED,
     RowEvidence,
@@ -31,15 +32,18 @@ from kvasir_proto.audit.reply_chain import (
     open_seal,
     sign_seal,
 )
+from kvasir_proto.capability import CLOCK_SKEW_MAX
 from kvasir_proto.codec import encode
 from kvasir_proto.dispatch import Answer, WireType
 from kvasir_proto.errors import ProtocolError, RemoteProtocolError
 from kvasir_proto.ids import SwarmDigest
+from kvasir_proto.instants import Duration, WallTime, after, seconds
 from kvasir_proto.program import ExpertProgram
 from tests.node.sealed_rows import SealingWorker
 
 SWARM, OTHER_SWARM = SwarmDigest(bytes([1]) * 32), SwarmDigest(bytes([2]) * 32)
 MODEL = bytes([3]) * 32
+NOW = WallTime(1 << 60)
 CLAIM = bytes([4]) * 32
 PROGRAM = expert_program()
 OTHER_PROGRAM = ExpertProgram(PROGRAM.steps[:1], PROGRAM.input_per_slot)
@@ -59,7 +63,8 @@ GOOD = WORKER.evidence({1: [0, 1], 2: [1]})
 
 
 def opened(evidence: RowEvidence, **changes: Any) -> tuple[ShownRow, ...]:
-    known = {"node_id": WORKER.node_id, "claim_digest": CLAIM, "swarm": SWARM, "model_digest": MODEL}
+    known: dict[str, Any] = {"node_id": WORKER.node_id, "claim_digest": CLAIM, "swarm": SWARM}
+    known |= {"model_digest": MODEL, "now": NOW}
     return open_evidence(encode(evidence), **{**known, **changes})
 
 
@@ -152,6 +157,25 @@ def test_evidence_is_of_one_node_as_it_was_certified_in_one_swarm_with_one_model
         opened(GOOD, **of)
 
 
+@pytest.mark.parametrize(
+    "passed, counts",
+    [
+        (seconds(0), True),
+        (EVIDENCE_LIFETIME, True),
+        (Duration(EVIDENCE_LIFETIME + 2 * CLOCK_SKEW_MAX), False),
+        (Duration(-CLOCK_SKEW_MAX), True),
+        (Duration(-CLOCK_SKEW_MAX - 1), False),
+    ],
+)
+def test_evidence_is_over_with_the_certificates_of_its_time(passed: Duration, counts: bool) -> None:
+    """Else an old sin could be held against a node for ever."""
+    if counts:
+        assert opened(GOOD, now=after(NOW, passed))
+        return
+    with pytest.raises(RemoteProtocolError, match="too old, or of the future"):
+        opened(GOOD, now=after(NOW, passed))
+
+
 def test_a_node_without_certificates_can_be_found_out_too() -> None:
     made = worker()
     made.claim_digest = b""
@@ -177,7 +201,7 @@ def test_no_byte_of_it_can_be_changed(place: int, change: int) -> None:
     data = bytearray(encode(GOOD))
     data[place] ^= change
     try:
-        shown = open_evidence(bytes(data), WORKER.node_id, CLAIM, SWARM, MODEL)
+        shown = open_evidence(bytes(data), WORKER.node_id, CLAIM, SWARM, MODEL, NOW)
     except RemoteProtocolError:
         return
     assert set(shown) <= {*opened(GOOD), *opened(WORKER.evidence({1: [0, 1], 2: [0, 1]}))}, "only which pairs"
@@ -185,7 +209,7 @@ def test_no_byte_of_it_can_be_changed(place: int, change: int) -> None:
 
 def test_a_seal_says_what_was_signed_and_nothing_of_another_engine_or_model() -> None:
     programs = next_program(FIRST_LINK, 0, PROGRAM.encode())
-    seal = Seal(7, last_link(FIRST_LINK, [bytes(32)] * 7), programs, CLAIM)
+    seal = Seal(7, last_link(FIRST_LINK, [bytes(32)] * 7), programs, CLAIM, NOW)
     data = sign_seal(seal, MODEL, WORKER.end.credentials.sign)
     assert open_seal(data, MODEL, WORKER.end.key) == seal
     assert link_said(data) == seal.link
