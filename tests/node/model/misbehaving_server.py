@@ -22,6 +22,8 @@ from kvasir_node.model.model_url import ModelUrl
 Behaviour = Callable[["Answering", int, int], bool]
 """Told of each request for the bytes from the first to before the second; True when it has answered."""
 
+PIECE_BYTES = 1 << 20
+
 TAG = '"one"'
 
 
@@ -64,7 +66,11 @@ class Answering(BaseHTTPRequestHandler):
             "ETag": TAG,
         } | dict(headers)
         self.head(206, answer)
-        self.body(data[begin:end] if send is None else send)
+        if send is not None:
+            self.body(send)
+            return
+        for at in range(begin, end, PIECE_BYTES):
+            self.body(data[at : min(at + PIECE_BYTES, end)])
 
     def head(self, status: int, headers: Mapping[str, str | None]) -> None:
         self.send_response(status)
@@ -95,6 +101,7 @@ class MisbehavingServer(ThreadingHTTPServer):
     """Serves `files` by name."""
 
     files: dict[str, bytes]
+    """A `mmap` will do too: what is asked for is a slice."""
     behaviour: Behaviour | None = None
     asked: list[tuple[int, int]] = field(default_factory=list)
     sent_bytes: int = 0
@@ -120,9 +127,11 @@ class MisbehavingServer(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(*paths: Path, behaviour: Behaviour | None = None, **files: bytes) -> Iterator[MisbehavingServer]:
+def serving(
+    *paths: Path, behaviour: Behaviour | None = None, files: Mapping[str, bytes] = MappingProxyType({})
+) -> Iterator[MisbehavingServer]:
     """A server of these files, while the block runs."""
-    all_files = {each.name: each.read_bytes() for each in paths} | files
+    all_files = {each.name: each.read_bytes() for each in paths} | dict(files)
     with MisbehavingServer(all_files, behaviour) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
 DATA = random.Random(7).randbytes(200_000)
 
+MODEL = {"model": DATA}
+
 IMPATIENT = HttpPatience(connect_s=5, answer_s=5, silence_s=5, delay_first_s=0.001, delay_max_s=0.001)
 """Waits only where a test needs it to; the deadlines are there for a machine with much to do."""
 
@@ -43,7 +45,7 @@ def read(file: HttpFile, begin: int = 0, end: int = len(DATA)) -> bytes:
 
 
 def test_every_range_is_the_files() -> None:
-    with serving(model=DATA) as server, opened(server) as file:
+    with serving(files=MODEL) as server, opened(server) as file:
         assert file.size_bytes == len(DATA)
         for begin, end in (
             (0, 1),
@@ -62,7 +64,7 @@ def test_a_connection_serves_one_range_after_another() -> None:
         connections.add(answering.client_address)
         return False
 
-    with serving(model=DATA, behaviour=note) as server, opened(server) as file:
+    with serving(files=MODEL, behaviour=note) as server, opened(server) as file:
         for begin in range(0, 1000, 100):
             assert read(file, begin, begin + 50) == DATA[begin : begin + 50]
         assert len(connections) == 1
@@ -74,7 +76,10 @@ def test_a_connection_that_the_server_closed_between_two_ranges_costs_nothing() 
         answering.cut()  # without having said so
         return True
 
-    with serving(model=DATA, behaviour=close_after) as server, opened(server, sleep=_never) as file:
+    with (
+        serving(files=MODEL, behaviour=close_after) as server,
+        opened(server, sleep=_never) as file,
+    ):
         assert read(file, 10, 20) == DATA[10:20]
         assert read(file, 30, 40) == DATA[30:40]
 
@@ -100,7 +105,7 @@ def test_a_cut_at_any_byte_is_gone_on_from_there(begin: int, size_bytes: int, cu
         answering.cut()
         return True
 
-    with serving(model=data, behaviour=cut) as server:
+    with serving(files={"model": data}, behaviour=cut) as server:
         with opened(server) as file:
             assert read(file, begin, end) == data[begin:end]
         asked = server.asked[1:]
@@ -173,7 +178,7 @@ LIES: dict[str, tuple[Behaviour, str]] = {
 @pytest.mark.parametrize("case", LIES)
 def test_a_lie_ends_the_source_at_once_and_gives_no_byte(case: str) -> None:
     behaviour, reason = LIES[case]
-    with serving(model=DATA, behaviour=behaviour) as server, opened(server, sleep=_never) as file:
+    with serving(files=MODEL, behaviour=behaviour) as server, opened(server, sleep=_never) as file:
         with pytest.raises(SourceFailed, match=reason) as caught:
             read(file, 100, 200)
         assert caught.value.exit_code == 7
@@ -186,7 +191,10 @@ def test_a_server_without_ranges_is_refused_when_it_is_opened() -> None:
         answering.head(200, {"Content-Length": str(len(DATA))})
         return True
 
-    with serving(model=DATA, behaviour=whole) as server, pytest.raises(SourceFailed, match="the whole file"):
+    with (
+        serving(files=MODEL, behaviour=whole) as server,
+        pytest.raises(SourceFailed, match="the whole file"),
+    ):
         HttpFile(server.url("model"), IMPATIENT)
 
 
@@ -195,7 +203,7 @@ def test_a_body_that_is_longer_than_its_range_is_not_read_on() -> None:
         answering.part(DATA, begin, end, DATA[begin:end] + b"more", {"Content-Length": str(end - begin + 4)})
         return True
 
-    with serving(model=DATA, behaviour=longer) as server, opened(server) as file:
+    with serving(files=MODEL, behaviour=longer) as server, opened(server) as file:
         assert read(file, 10, 20) == DATA[10:20]
         assert read(file, 50, 60) == DATA[50:60]
 
@@ -208,7 +216,7 @@ def test_a_chunked_body_and_a_range_that_is_given_in_parts_are_taken() -> None:
         answering.part(DATA, begin, end, body, {"Content-Length": None, "Transfer-Encoding": "chunked"})
         return True
 
-    with serving(model=DATA, behaviour=chunked) as server, opened(server) as file:
+    with serving(files=MODEL, behaviour=chunked) as server, opened(server) as file:
         assert read(file, 0, 1000) == DATA[:1000]
 
 
@@ -220,13 +228,13 @@ def test_a_server_that_is_busy_is_asked_again_after_the_time_that_it_names(numbe
     def busy(answering: Answering, begin: int, end: int) -> bool:
         return len(answering.server.asked) > 1 and next(answers, lie())(answering, begin, end)
 
-    with serving(model=DATA, behaviour=busy) as server, opened(server, sleep=slept.append) as file:
+    with serving(files=MODEL, behaviour=busy) as server, opened(server, sleep=slept.append) as file:
         assert read(file, 5, 50) == DATA[5:50]
         assert slept == [7.0, IMPATIENT.delay_asked_max_s, IMPATIENT.delay_max_s]
 
 
 def test_a_server_that_gives_nothing_is_given_up_after_some_attempts() -> None:
-    with serving(model=DATA, behaviour=status(503)) as server, opened(server) as file:
+    with serving(files=MODEL, behaviour=status(503)) as server, opened(server) as file:
         with pytest.raises(SourceFailed, match=r"given up after 6 attempts in a row: .*status 503"):
             read(file)
         assert len(server.asked) == 1 + IMPATIENT.attempts_max
@@ -249,7 +257,7 @@ def test_a_redirect_is_followed_at_every_range_and_shown_without_its_query() -> 
         return False
 
     with (
-        serving(model=DATA, elsewhere=DATA, behaviour=lead) as server,
+        serving(files={"model": DATA, "elsewhere": DATA}, behaviour=lead) as server,
         opened(ModelUrl(server.url("model").url + "?key=2")) as file,
     ):
         assert read(file, 100, 1000) == DATA[100:1000]
@@ -281,7 +289,7 @@ def test_a_drip_below_the_floor_is_given_up_however_steady_it_is() -> None:
 
     patience = replace(IMPATIENT, answer_s=1e6, silence_s=1e6, connect_s=5, bytes_per_second_min=100_000)
     with (
-        serving(model=DATA, behaviour=drip) as server,
+        serving(files=MODEL, behaviour=drip) as server,
         opened(server, patience, now=Clock(1.0)) as file,
         pytest.raises(SourceFailed, match="less than 100000 bytes a second came for 30 s"),
     ):
