@@ -36,6 +36,7 @@ from kvasir_node.kernels.opencl_devices import ANY_DEVICE
 from kvasir_node.locations import Locations
 from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.model_manifest import Progress
+from kvasir_node.model.model_url import ModelUrl, location_of
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_node.net.host import HostOptions, Libp2pHost
 from kvasir_node.net.identity import NodeIdentity, load_or_create_identity
@@ -59,6 +60,7 @@ from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_stor
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Duration, Instant, WallTime
 from kvasir_proto.limits import Role
+from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.measured_kernel import KeptMeasurement
 from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
@@ -136,13 +138,17 @@ def resolve_model(
 ) -> StoredModel:
     """The model that a user means: a file, a name or digest in the store, or the demo model for None.
 
-    ``demo`` is the demo model too, unless the store has another of that name. A file is taken into the store;
+    ``demo`` is the demo model too, unless the store has another of that name. A file, or what is at an
+    address (`ModelStore.pull`), is taken into the store;
     ``progress`` is told (bytes done, bytes in all), and ``judge`` shown its backbone file (see
     `ModelStore.add`). Raises `ModelUnusable`.
     """
     if name_or_path is None:
         return home.models.add(DEMO_MODEL, progress)
-    path = Path(name_or_path).expanduser()
+    location = location_of(name_or_path)
+    if isinstance(location, ModelUrl):
+        return home.models.pull(location, progress, judge)
+    path = location.expanduser()
     if path.suffix == ".gguf" or path.exists():
         return home.models.add(path, progress, judge)
     return home.models.get(name_or_path)
@@ -396,7 +402,21 @@ class Node:
             keep_experts=lambda model: ExpertsOnDisk(
                 ExpertCache(home.locations.models, configuration.models_cache_bytes), model
             ),
+            take_manifest=self._manifest_taker(),
         )
+
+    def _manifest_taker(self) -> Callable[[ModelManifest], Awaitable[None]] | None:
+        """What takes the swarm's model in from the configured address; None where that is none."""
+        url = location_of(self._home.configuration.model or "")
+        if not isinstance(url, ModelUrl):
+            return None
+
+        async def take(manifest: ModelManifest) -> None:
+            await trio.to_thread.run_sync(
+                lambda: self._home.models.pull(url, manifest=manifest), abandon_on_cancel=True
+            )
+
+        return take
 
     async def _find_model_in_thread(self, digest: bytes) -> ModelOnDisk:
         return await trio.to_thread.run_sync(self._find_model_on_disk, digest, abandon_on_cancel=True)
@@ -417,6 +437,8 @@ class Node:
             if stored.manifest.digest() == digest and (stored.has_source or not needs_source):
                 return stored
         for candidate in (home.configuration.model, None):
+            if isinstance(location_of(candidate or ""), ModelUrl):
+                continue  # its manifest comes from others: nobody reads all of it for that
             stored = resolve_model(home, candidate)
             if stored.manifest.digest() == digest:
                 return stored

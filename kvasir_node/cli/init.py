@@ -35,7 +35,7 @@ def _mode_of(directory: Path) -> int | None:
 @click.option(
     "--model",
     type=NonEmptyText(),
-    help="The swarm's model: a GGUF file (of several the first), a name or a digest. Default: the demo's.",
+    help="The swarm's model: a GGUF file (of several the first), an address, a name or a digest; or demo.",
 )
 @click.option(
     "--compact-activations",

@@ -36,7 +36,7 @@ from kvasir_node.stop_signals import held_back
 @click.option(
     "--model",
     type=NonEmptyText(),
-    help="The swarm's model where this home does not know it yet: a GGUF file.",
+    help="The swarm's model where this home does not know it yet: a GGUF file or its address.",
 )
 @click.option(
     "--stop-on-eof",

@@ -26,6 +26,7 @@ from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
+from kvasir_node.driver.manifest_exchange import ManifestPieces, fetch_manifest
 from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
@@ -50,10 +51,11 @@ from kvasir_proto.errors import (
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.instants import Instant, WallTime, in_seconds
 from kvasir_proto.limits import Rank
+from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.membership.events import ClockSuspected, Leave, MemberChanged, Seed
 from kvasir_proto.messages.engine import TrunkLoaded
-from kvasir_proto.messages.swarm import DataRequest, Hello, Welcome
+from kvasir_proto.messages.swarm import DataRequest, Hello, ManifestRequest, Welcome
 from kvasir_proto.node_core import CoreOptions, Describe, NodeCore, NodeEvent
 from kvasir_proto.placement.inventory import ModelShape
 from kvasir_proto.records import RecordChanged
@@ -144,8 +146,12 @@ class NodeDuty:
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
         keep_experts: Callable[[StoredModel], ExpertKeeper] | None = None,
+        take_manifest: Callable[[ModelManifest], Awaitable[None]] | None = None,
     ) -> None:
         """``keep_experts`` makes a keeper for one duty; None: the model's file is here.
+
+        ``take_manifest`` takes the swarm's model in by its manifest, which others gave, so that
+        ``find_model`` finds it; None where this home has no address to fetch it from.
 
         ``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly.
         ``is_held_back`` says whether this machine slows its processors down.
@@ -166,6 +172,8 @@ class NodeDuty:
         self._now = now
         self._wall_time = wall_time
         self._keep_experts = keep_experts
+        self._take_manifest = take_manifest
+        self._pieces: ManifestPieces | None = None
         self._last_error = LastError(wall_time)
         self._known = files.load_swarm()
         self._contact = "looking for the swarm"
@@ -189,6 +197,7 @@ class NodeDuty:
         known = self._known or await self._enter()
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
+        self._pieces = ManifestPieces(self._model.stored.manifest)
         self._files.claim_slots(known.swarm.digest, self._host.node_id)
         self._certifier = await self._make_certifier(self._model)
         clocks = self._clocks()
@@ -309,11 +318,35 @@ class NodeDuty:
             try:
                 return await self._find_model(swarm.manifest.model_digest)
             except ModelUnusable as error:
-                failures += 1
-                self._contact = str(error)
-                self._last_error.note(str(error))
-                log.error("model_missing", reason=str(error))
-                await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, MODEL_DELAY_MAX_S))
+                reason = str(error)
+            if self._take_manifest is not None:
+                try:
+                    self._contact = "fetching the model's manifest and its backbone part"
+                    await self._take_manifest(await self._manifest_of_others(swarm))
+                    continue
+                except (KvasirError, RemoteProtocolError) as error:
+                    reason = str(error)
+            failures += 1
+            self._contact = reason
+            self._last_error.note(reason)
+            log.error("model_missing", reason=reason)
+            await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, MODEL_DELAY_MAX_S))
+
+    async def _manifest_of_others(self, swarm: FoundedSwarm) -> ModelManifest:
+        """The model's manifest, from the first at a known address who gives it."""
+        reason = "no address of a member is known"
+        for address in self._addresses_to_enter_by():
+            try:
+                node_id = await self._host.connect(address)
+                stream = await self._host.open_stream(node_id)
+                try:
+                    return await fetch_manifest(stream, swarm.manifest.model_digest)
+                finally:
+                    await stream.close()
+            except (KvasirError, RemoteProtocolError) as error:
+                reason = f"{address}: {error}"
+                log.warning("manifest_not_given", address=address, reason=str(error))
+        raise TransportUnavailable(f"nobody gives the model's manifest: {reason}")
 
     def _clocks(self) -> Now:
         return Now(self._now(), self._wall_time())
@@ -401,7 +434,7 @@ class NodeDuty:
     async def _enter(self) -> KnownSwarm:
         """Learn the swarm's manifest from whoever answers at a bootstrap address, and remember it."""
         invite = self._files.load_invite()
-        addresses = (*(invite.addresses if invite else ()), *self._settings.bootstrap)
+        addresses = self._addresses_to_enter_by()
         failures = 0
         while True:
             for address in addresses:
@@ -412,6 +445,10 @@ class NodeDuty:
                     log.warning("swarm_unreachable", address=address, reason=str(error))
             failures += 1
             await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, ENTER_DELAY_MAX_S))
+
+    def _addresses_to_enter_by(self) -> tuple[str, ...]:
+        invite = self._files.load_invite()
+        return (*(invite.addresses if invite else ()), *self._settings.bootstrap)
 
     async def _enter_by(self, address: str, invite: Invite | None) -> KnownSwarm:
         node_id = await self._host.connect(address)
@@ -494,6 +531,8 @@ class NodeDuty:
                 match message:
                     case Hello():
                         await tell(stream, self._welcome(message))
+                    case ManifestRequest() if self._pieces is not None:
+                        await tell(stream, self._pieces.answer(message))
                     case DataRequest() if self._holder is not None:
                         await tell(stream, await self._holder.grant_data(node_id, message))
                     case _:

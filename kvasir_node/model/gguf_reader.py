@@ -57,7 +57,8 @@ ARRAY_LENGTH_MAX: Final = 4 << 20
 ALIGNMENT_MAX: Final = 65536
 
 _KEY: Final = re.compile(r"[!-~]+", re.ASCII)
-_READ_SIZE_BYTES: Final = 1 << 20
+_READ_SIZE_BYTES: Final = 256 << 10
+"""At once; over HTTP what is read behind the header comes twice."""
 
 
 def read_gguf(path: Location) -> GgufFile:

@@ -1,9 +1,10 @@
 """What two nodes say to each other on a control stream: short conversations of questions and answers.
 
-Who somebody is and which swarm is here (`Hello`, `Welcome`), and the way from one engine to another
-(`DataRequest`, `DataGrant`). What needs authority carries its `proof`: the term proof of the backbone that
-says it. Payloads that are signed travel as the bytes that were signed. Anything can be answered with
-`Refusal`. Nothing here can carry a routing choice, a weight or an expert program (invariants 1 and 9).
+Who somebody is and which swarm is here (`Hello`, `Welcome`), what its model is made of (`ManifestRequest`,
+`ManifestPiece`), and the way from one engine to another (`DataRequest`, `DataGrant`). What needs authority
+carries its `proof`: the term proof of the backbone that says it. Payloads that are signed travel as the bytes
+that were signed. Anything can be answered with `Refusal`. Nothing here can carry a routing choice, a weight
+or an expert program (invariants 1 and 9).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, TypeAlias, get_args
 
+from kvasir_proto.ids import ModelDigestField
 from kvasir_proto.limits import (
+    MANIFEST_PIECE_SIZE_MAX,
+    MANIFEST_PIECES_MAX,
     SWARM_FRAME_SIZE_MAX,
     CertificateDer,
     Host,
@@ -19,6 +23,7 @@ from kvasir_proto.limits import (
     OneTimeToken,
     Port,
     ProofBytes,
+    Range,
     Role,
     Sentence,
     SignedBytes,
@@ -81,6 +86,29 @@ class DataGrant:
     tolerance_certificate: Annotated[bytes, Length(0, 16 << 10)] = b""
 
 
-SwarmMessage: TypeAlias = Hello | Welcome | Refusal | DataRequest | DataGrant
+@dataclass(frozen=True, slots=True)
+class ManifestRequest:
+    """Asks for one piece of the model manifest of this name, counted from 0."""
+
+    kind: ClassVar[str] = "manifest_request"
+    model_digest: ModelDigestField
+    piece: Annotated[int, Range(0, MANIFEST_PIECES_MAX - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPiece:
+    """The answer to `ManifestRequest`: how many pieces the manifest has, and the bytes of this one.
+
+    Nothing is believed of it: the whole has the model's name, or is none.
+    """
+
+    kind: ClassVar[str] = "manifest_piece"
+    n_pieces: Annotated[int, Range(1, MANIFEST_PIECES_MAX)]
+    data: Annotated[bytes, Length(1, MANIFEST_PIECE_SIZE_MAX)]
+
+
+SwarmMessage: TypeAlias = (
+    Hello | Welcome | Refusal | DataRequest | DataGrant | ManifestRequest | ManifestPiece
+)
 
 SWARM: Final[Family[SwarmMessage]] = Family("swarm", get_args(SwarmMessage), SWARM_FRAME_SIZE_MAX)

@@ -61,8 +61,10 @@ async def test_a_fetch_ends_with_who_asked_for_it_and_goes_on_with_the_next(tmp_
 
             await keeper.keep(FIRST, cancel)
         assert scope.cancelled_caught
-        await keeper.keep(FIRST, lambda done, total: None)
+        seen: list[int] = []
+        await keeper.keep(FIRST, lambda done, total: seen.append(done))
         assert model.experts.missing(model.manifest, FIRST) == []
+        assert seen[0] < seen[-1], "the thread had not ended with who asked"
         wanted = model.manifest.shard_size_bytes(FIRST)
         assert server.sent_bytes <= wanted + 3 * 5000, "what came before was not thrown away"
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import ipaddress
 import itertools
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,6 +120,16 @@ def test_a_cut_at_any_byte_is_gone_on_from_there(begin: int, size_bytes: int, cu
         assert asked[0] == (begin, end)
         assert all(last == end for _, last in asked)
         assert server.sent_bytes == 1 + size_bytes, "nothing came twice"
+
+
+def test_any_number_of_cuts_is_gone_on_from_as_long_as_bytes_come() -> None:
+    def cut(answering: Answering, begin: int, end: int) -> bool:
+        answering.part(DATA, begin, end, DATA[begin : min(end, begin + 100)])
+        answering.cut()
+        return True
+
+    with serving(files=MODEL, behaviour=cut) as server, opened(server) as file:
+        assert read(file, 0, 100 * 5 * IMPATIENT.attempts_max) == DATA[: 100 * 5 * IMPATIENT.attempts_max]
 
 
 def lie(**headers: str | None) -> Behaviour:
@@ -262,6 +280,69 @@ def test_a_redirect_is_followed_at_every_range_and_shown_without_its_query() -> 
     ):
         assert read(file, 100, 1000) == DATA[100:1000]
         assert "key" not in file.name
+
+
+# -- https ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server")])
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + datetime.timedelta(days=10))
+        .add_extension(x509.SubjectAlternativeName([address]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = tmp_path / "certificate", tmp_path / "key"
+    paths[0].write_bytes(built.public_bytes(Encoding.PEM))
+    paths[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return paths
+
+
+def over_tls(server: MisbehavingServer, certificate: tuple[Path, Path]) -> ModelUrl:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return ModelUrl(server.url("model").url.replace("http:", "https:"))
+
+
+def test_ranges_come_over_tls_from_whom_the_system_trusts(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(files=MODEL) as server:
+        url = over_tls(server, certificate)
+        with pytest.raises(SourceFailed, match="cannot be used: self-signed certificate"):
+            HttpFile(url, IMPATIENT, sleep=_never)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        with opened(url) as file:
+            assert read(file) == DATA
+        named = ModelUrl(url.url.replace("127.0.0.1", "localhost"))
+        with pytest.raises(SourceFailed, match="not valid for 'localhost'"):
+            HttpFile(named, IMPATIENT, sleep=_never)
+
+
+def test_nobody_is_led_from_https_to_http(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    with serving(files=MODEL) as plain, serving(files=MODEL) as server:
+        url = over_tls(server, certificate)
+
+        def lead(answering: Answering, begin: int, end: int) -> bool:
+            answering.head(302, {"Content-Length": "0", "Location": plain.url("model").url})
+            return True
+
+        server.behaviour = lead
+        with pytest.raises(SourceFailed, match="leads from https to http"):
+            HttpFile(url, IMPATIENT)
+        assert plain.asked == []
 
 
 # -- time ----------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def test_a_model_at_an_address_is_the_same_model_as_its_file(
     total = sum(each.size_bytes for each in pulled.manifest.tensors)
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
-    # The header is read in steps of a MiB, which here is the whole file.
-    assert sent_bytes <= 2 * source.stat().st_size + 2
+    # The header is read in steps of 256 KiB.
+    assert sent_bytes <= source.stat().st_size + (256 << 10) + 2
     assert store.list() == (pulled,)
     verify_backbone_file(pulled.backbone_path, pulled.manifest)
     # What engines read is what was fetched on the way.
