@@ -119,9 +119,10 @@ class DemoNode:
             return await self.status()
         return None
 
-    def log_tail(self) -> str:
-        """The end of what it logged, for an error message."""
-        return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    def last_words(self) -> str:
+        """The last line that it logged, for an error message."""
+        lines = self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()
+        return next((each for each in reversed(lines) if each.strip()), "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,11 @@ async def run_demo(options: DemoOptions, directory: Path, report: DemoReporter) 
     Raises `EngineFailed` when the swarm does not come up, and like `error_of_session` when a session fails.
     """
     async with _open_swarm(options, directory, report.say) as swarm:
-        return await _demonstrate(options, swarm, directory, report)
+        try:
+            return await _demonstrate(options, swarm, directory, report)
+        except NotRunning as error:
+            _check_running([swarm.backbone])
+            raise EngineFailed(f"{swarm.backbone.name} does not answer any more: {error}") from error
 
 
 async def _demonstrate(
@@ -674,7 +679,9 @@ async def _wait_status(
 def _check_running(nodes: list[DemoNode]) -> None:
     for node in nodes:
         if node.process.poll() is not None:
-            raise EngineFailed(f"{node.name} ended with status {node.process.returncode}:\n{node.log_tail()}")
+            raise EngineFailed(
+                f"{node.name} ended with status {node.process.returncode}, its last words: {node.last_words()}"
+            )
 
 
 async def _stop_nodes(nodes: list[DemoNode]) -> None:

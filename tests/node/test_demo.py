@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,8 @@ import trio
 from trio.testing import MockClock
 
 from kvasir_node import demo
-from kvasir_node.demo import DemoReporter, DemoSwarm, WorkerKill, what_is_not_ready
-from kvasir_proto.errors import EngineFailed, UsageError
+from kvasir_node.demo import DemoNode, DemoReporter, DemoSwarm, WorkerKill, what_is_not_ready
+from kvasir_proto.errors import EngineFailed, NotRunning, UsageError
 from kvasir_proto.messages.local import GenerateEnd, GenerateRequest
 from kvasir_proto.sampling import Sampling
 
@@ -170,3 +171,32 @@ async def test_who_could_not_be_killed_is_said_and_a_failed_session_keeps_its_st
     too_long = GenerateEnd("failed", "usage_error", "the prompt has 9000 tokens", "{}")
     with pytest.raises(UsageError, match=r"^the prompt has 9000 tokens$"):
         await demo._generate_while_killing(swarm_with(Backbone([], too_long), monkeypatch), REQUEST, report)
+
+
+@pytest.mark.parametrize("log, said", [(b"", "none"), (b"starts\nfails at last\n\n", "fails at last")])
+def test_a_node_that_ended_is_named_with_its_last_words(tmp_path: Path, log: bytes, said: str) -> None:
+    (tmp_path / "log").write_bytes(log)
+    process = cast(Any, SimpleNamespace(poll=lambda: -9, returncode=-9))
+    node = DemoNode("node-2", process, cast(Any, None), tmp_path / "log")
+    with pytest.raises(EngineFailed) as ended:
+        demo._check_running([node])
+    assert str(ended.value) == f"node-2 ended with status -9, its last words: {said}"
+
+
+async def test_a_backbone_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 3 would say that this home has no daemon: it has nothing to do with that."""
+    (tmp_path / "log").write_text("serving")
+    process = cast(Any, SimpleNamespace(poll=lambda: -9, returncode=-9))
+    swarm = DemoSwarm(DemoNode("node-1", process, cast(Any, None), tmp_path / "log"), [], {}, [])
+
+    @contextlib.asynccontextmanager
+    async def opened(*arguments: object) -> AsyncIterator[DemoSwarm]:
+        yield swarm
+
+    async def lost(*arguments: object) -> dict[str, Any]:
+        raise NotRunning("the connection was closed before the answer came")
+
+    monkeypatch.setattr(demo, "_open_swarm", opened)
+    monkeypatch.setattr(demo, "_demonstrate", lost)
+    with pytest.raises(EngineFailed, match="node-1 ended with status -9, its last words: serving"):
+        await demo.run_demo(cast(Any, None), tmp_path, cast(Any, SimpleNamespace(say=None)))
