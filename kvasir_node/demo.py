@@ -679,9 +679,8 @@ async def _wait_status(
 def _check_running(nodes: list[DemoNode]) -> None:
     for node in nodes:
         if node.process.poll() is not None:
-            raise EngineFailed(
-                f"{node.name} ended with status {node.process.returncode}, its last words: {node.last_words()}"
-            )
+            status, words = node.process.returncode, node.last_words()
+            raise EngineFailed(f"{node.name} ended with status {status}, its last words: {words}")
 
 
 async def _stop_nodes(nodes: list[DemoNode]) -> None:
