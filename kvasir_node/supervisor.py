@@ -361,6 +361,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"  # most real-time signals have no name of their own
 
 
+_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""Or numpy has a thread for each processor turn round and wait for the others. On a busy machine a referee's
+products took ten times as long with them, and what they used was counted as nobody's.
+"""
+
+
 async def start_engine(
     nursery: trio.Nursery,
     role: Role,
@@ -391,8 +397,8 @@ async def start_engine(
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            # Or an assertion in ggml has a debugger print pages before the engine ends.
-            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+            # Without a backtrace: an assertion in ggml would have a debugger print pages.
+            env=_ENVIRONMENT | os.environ | {"GGML_NO_BACKTRACE": "1"},
         )
     except OSError as error:
         ours.close()

@@ -29,11 +29,12 @@ from kvasir_node.bench.test_model import BENCH_SHAPE
 from kvasir_node.cli.measured_model import random_model, stored_model
 from kvasir_node.local_swarm import LocalSwarm, RunSettings, evaluate_logits, start_local_swarm
 from kvasir_node.locations import locate
-from kvasir_node.measure.intervals import Interval, mean_interval
+from kvasir_node.measure.intervals import RESAMPLES, Interval
 from kvasir_node.measure.statistics import largest_delta
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.supervisor import Engine
+from kvasir_node.telemetry import configure_telemetry
 from tests import audited_engine
 
 ORDER: Final = (True, False, False, True)
@@ -164,7 +165,10 @@ class Measured:
 
 
 def loss_of(quads: Sequence[Sequence[Block]], cost: str) -> tuple[float, Interval]:
-    """What auditing adds to a cost of a token, as a share of it: the mean over quads, and its interval."""
+    """What auditing adds to a cost of a token, as a share of it: the median over quads, and its interval.
+
+    The median, since other work on the machine makes some quads say anything.
+    """
     logs = []
     for quad in quads:
         sides = [
@@ -173,8 +177,9 @@ def loss_of(quads: Sequence[Sequence[Block]], cost: str) -> tuple[float, Interva
         ]
         logs.append(math.log(sides[0] / sides[1]))
     values = np.array(logs)
-    interval = mean_interval(values)
-    return math.expm1(float(np.mean(values))), Interval(math.expm1(interval.low), math.expm1(interval.high))
+    again = np.random.default_rng(1).choice(values, (RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(again, axis=1), (0.025, 0.975))
+    return math.expm1(float(np.median(values))), Interval(math.expm1(float(low)), math.expm1(float(high)))
 
 
 def tell(name: str, quads: Sequence[Sequence[Block]]) -> None:
@@ -185,6 +190,9 @@ def tell(name: str, quads: Sequence[Sequence[Block]]) -> None:
     cells = [name, str(len(quads)), f"{n_tokens}"]
     cells += [f"{n_tokens / sum(each.wall_ns for each in side) * 1e9:.1f}" for side in (off, on)]
     for cost in ("wall_ns", "own_ns", "cpu_ns"):
+        if any(getattr(each, cost) <= 0 for each in blocks):
+            cells.append("-")  # several threads waited at once, for longer than it took
+            continue
         loss, interval = loss_of(quads, cost)
         cells.append(f"{loss:+.2%} ({interval.low:+.2%} to {interval.high:+.2%})")
     tokens_ns = sum(each.used.tokens_ns for each in on)
@@ -247,6 +255,7 @@ def main() -> None:
         else random_model(locations, BENCH_SHAPE, "bench")
     )
     start_switched_engines()
+    configure_telemetry("warning", "console", os.environ)
     say(f"{json.dumps(describe_machine())}\n")
     say("| " + " | ".join(COLUMNS) + " |")
     say("| --- " * len(COLUMNS) + "|")

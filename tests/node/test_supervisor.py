@@ -115,6 +115,20 @@ async def failure_of_start(tmp_path: Path) -> KvasirError:
     return caught.value
 
 
+@pytest.mark.parametrize("said, given", [(None, b"1"), ("4", b"4")])
+async def test_numpy_has_one_thread_in_an_engine_unless_somebody_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, given: bytes
+) -> None:
+    """More of them wait by turning round, for each other, and nobody counts what that takes."""
+    use_script(tmp_path, monkeypatch, "introduce()\nchannel.receive()")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", said)
+    async with engine_of(tmp_path) as engine:
+        environment = (await trio.Path(f"/proc/{engine.pid}/environ").read_bytes()).split(b"\0")
+        assert b"OPENBLAS_NUM_THREADS=" + given in environment
+
+
 # -- the real engine -------------------------------------------------------------------------------
 
 
