@@ -65,7 +65,7 @@ class VerdictsKept:
     verdicts: Annotated[tuple[KeptVerdict, ...], Length(0, VERDICTS_MAX)]
 
 
-VERDICTS_KEPT: Final = Family("verdicts kept", (VerdictsKept,), 1 << 20)
+VERDICTS_KEPT: Final = Family("verdicts kept", (VerdictsKept,), 2 << 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ from typing import Any, Final
 import click
 import trio
 
-from kvasir_node.cli.output import json_option, print_json, printable
+from kvasir_node.cli.output import json_option, print_json, print_line, printable
 from kvasir_node.cli.session import CommandSession
-from kvasir_node.cli.status import quantity, word_of
+from kvasir_node.cli.status import quantity, reason_of, word_of
 from kvasir_node.control import request_status
 
-_KEYS: Final = ("node_id", "state", "condition", "reason", "path", "rtt_ms", "last_seen_s", "addresses")
+_KEYS: Final = (
+    *("node_id", "state", "condition", "reason", "verdict", "path", "rtt_ms", "last_seen_s", "addresses"),
+)
 
 
 @click.command("peers")
@@ -39,6 +41,8 @@ def members(session: CommandSession, as_json: bool) -> None:
     _print("this node", "-", None, document)
     for each in document["members"]:
         _print(word_of(each), each["path"], each["rtt_ms"], each)
+        if word_of(each) in ("unfit", "quarantined"):
+            print_line(f"  {reason_of(each)}", indent=2)
 
 
 def _print(word: str, path: str, rtt_ms: float | None, said: dict[str, Any]) -> None:

@@ -276,21 +276,32 @@ def print_members(document: dict[str, Any]) -> None:
         width_max=80,
         folded=("STATE", "BACKEND"),
     )
-    reasons = [each for each in document["members"] if each["reason"] and word_of(each) not in _WELL]
+    reasons = [
+        (each, reason)
+        for each in document["members"]
+        if word_of(each) not in _WELL and (reason := reason_of(each))
+    ]
     if reasons:
         click.echo()
-    for each in reasons:
-        print_line(f"{short_id(each['node_id'])}  {word_of(each)}: {_reason_of(each)}", indent=11)
+    for each, reason in reasons:
+        print_line(f"{short_id(each['node_id'])}  {word_of(each)}: {reason}", indent=11)
 
 
-def _reason_of(member: dict[str, Any]) -> str:
-    verdict = member["verdict"]
-    if member["quarantined_s"] is None or verdict is None:
-        return str((member["audit"] or verdict or member)["reason"])
+def reason_of(member: dict[str, Any]) -> str:
+    """Why `word_of` says what it says of a member; may be empty."""
+    word, verdict = word_of(member), member["verdict"]
+    if word == "unfit":
+        reason = str((verdict or member["audit"])["reason"])
+        return reason + _whose(verdict) if verdict is not None else reason
+    if word != "quarantined" or verdict is None:
+        return str(member["reason"])
     if verdict["ends"] == "with its time":
         return f"{member['reason']}; planned without for another {member['quarantined_s'] / 60:.0f} min"
-    whose = f"; {verdict['electors']} electors recomputed its rows" if verdict["electors"] else ""
-    return f"{member['reason']}{whose}; planned without until it is certified anew"
+    return f"{member['reason']}{_whose(verdict)}; planned without until it is certified anew"
+
+
+def _whose(verdict: dict[str, Any]) -> str:
+    return f"; {verdict['electors']} electors recomputed its rows" if verdict["electors"] else ""
 
 
 def _member_row(

@@ -109,7 +109,7 @@ def test_the_table_is_bounded_and_what_ends_soonest_goes() -> None:
     table = VerdictTable(None, at(0))
     nodes = [node_id_of(number.to_bytes(32, "big")) for number in range(VERDICTS_MAX + 2)]
     for number, node_id in enumerate(nodes):
-        table.add(verdict(node_id, 10_000 + number, "x" * 5000), at(0))
+        table.add(verdict(node_id, 10_000 + number, "\N{GRINNING FACE}" * 5000), at(0))
     assert table.node_ids() == tuple(sorted(nodes[2:]))
     (shown,) = {len(each.reason) for each in decode(kept(table), VERDICTS_KEPT).verdicts}
     assert shown == REASON_LENGTH_MAX

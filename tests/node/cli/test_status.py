@@ -377,6 +377,28 @@ def test_members_are_listed_with_path_and_round_trip_and_their_addresses_below(t
     assert members[0]["addresses"] == [f"/ip4/127.0.0.1/tcp/4001/p2p/{SECOND}"]
 
 
+@pytest.mark.parametrize("word, n_electors", [("quarantined", 3), ("unfit", 3), ("unfit", 0)])
+def test_what_electors_have_found_of_a_member_is_said_with_its_reason(
+    tmp_path: Path, word: Any, n_electors: int
+) -> None:
+    """By `peers` and `status` alike, on a member that is not the backbone too."""
+    why = "3 of 3 rows that it gave differ by what explains nothing"
+    entry = VerdictInForce(SECOND, word, why, views.NOW, bytes(32), n_electors)
+    plan = views.plan_of_equals()
+    view = views.served(
+        plan, SECOND, fence=ProvenTerm(0, 4, THIRD), members=(views.member(SECOND),), verdicts=(entry,)
+    )
+    with twin_daemon(tmp_path, views.document(view)):
+        (said,) = call("peers", "--json", home=tmp_path).document["members"]
+        printed = [call(command, home=tmp_path).out for command in ("peers", "status")]
+    assert (said["verdict"]["word"], said["verdict"]["electors"]) == (word, n_electors)
+    for out in printed:
+        flat = " ".join(out.split())
+        assert word in flat
+        assert why in flat
+        assert ("3 electors recomputed its rows" in flat) == bool(n_electors)
+
+
 @pytest.mark.parametrize("command", [("peers",), ("ping", "all"), ("invite",)])
 def test_without_a_daemon_there_is_nobody_to_ask(tmp_path: Path, command: tuple[str, ...]) -> None:
     outcome = call(*command, home=tmp_path)
