@@ -7,13 +7,11 @@ should. It refuses to know models.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from kvasir_node.driver_child import devices_told_by
+from kvasir_node.driver_child import devices_told_by, tell_devices
 from kvasir_node.native_library import load_ggml
 from kvasir_proto.errors import ConfigurationInvalid, KvasirError
 from kvasir_proto.limits import as_sentence
@@ -152,4 +150,4 @@ def _answer() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_answer()))
+    tell_devices(_answer)

@@ -8,14 +8,12 @@ It refuses to know kernels and models.
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from kvasir_node.driver_child import devices_told_by
+from kvasir_node.driver_child import devices_told_by, tell_devices
 from kvasir_proto.errors import ConfigurationInvalid
 from kvasir_proto.limits import as_sentence
 
@@ -149,4 +147,4 @@ def _answer() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_answer()))
+    tell_devices(_answer)
