@@ -37,6 +37,11 @@ _NUDGES_SEED: Final = 1
 KEPT_BYTES_MAX: Final = 64 << 20
 """Bytes of experts that are kept for the next row of theirs; one is kept however large it is."""
 
+ORDINARY_RMS_MIN: Final = 1e-5
+ORDINARY_MAX: Final = 3e4
+"""Root mean square and largest value of what a node can be held to: products of smaller ones underflow in
+F32, larger ones overflow in F16. What comes out of a model's norms is near one."""
+
 _FLIPPED_POOLS_MAX: Final = 8
 """A flip's row is this many times over the gate of pooled rows at most; asked only where a program goes on
 behind its last product, so that flips cannot be added up exactly."""
@@ -228,7 +233,8 @@ class RowReferee:
 
     def sensitivity(self, layer: int, program: ExpertProgram, expert: int, x: Float32Array) -> float:
         """By how much an answer moves, in relative L2, with the last bit of each value of the row `x` [width
-        in]: large where nearly everything in it cancels, and then no kernel's sums are exact.
+        in]: large where nearly everything in it cancels, and then no kernel's sums are exact. Infinite where
+        values are so small or large that honest kernels lose them, each in its own way.
 
         Nothing is rounded on the way. Raises as the reference kernel does, `ValueError` for another width.
         """
@@ -236,7 +242,11 @@ class RowReferee:
         rows = np.stack([x, np.nextafter(x, towards.astype(np.float32))])
         kernel = self._kernel(layer, expert, "f32")
         kernel.add_program(program)  # raises for one that does not fit
-        right, moved = np.asarray(kernel.values(layer, program, expert, rows)[-1], np.float64)
+        values = [np.asarray(each, np.float64) for each in kernel.values(layer, program, expert, rows)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            if not all(_is_ordinary(each[0]) for each in values):
+                return math.inf
+        right, moved = values[-1]
         size = float(np.linalg.norm(right))
         return float(np.linalg.norm(moved - right)) / size if size else math.inf
 
@@ -288,3 +298,9 @@ class RowReferee:
         while len(self._kernels) > 1 and sum(k.memory_bytes for k in self._kernels.values()) > KEPT_BYTES_MAX:
             self._kernels.popitem(last=False)[1].close()
         return kernel
+
+
+def _is_ordinary(values: Float64Array) -> bool:
+    """Whether these are of a size at which no kernel underflows or overflows, whatever it works in."""
+    size = float(np.sqrt(np.mean(values * values)))
+    return size >= ORDINARY_RMS_MIN and float(np.abs(values).max()) <= ORDINARY_MAX

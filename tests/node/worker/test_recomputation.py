@@ -31,22 +31,22 @@ N_ROW = 6
 Rows = npt.NDArray[np.float32]
 
 
-def made_experts(quantisation: str) -> SyntheticExperts:
+def made_experts(quantisation: str, shape: ExpertShape = SHAPE) -> SyntheticExperts:
     draws = np.random.default_rng(1)
     parts = {
         part: np.stack(
-            [random_rows(quantisation, *SHAPE.shape_of(part)[::-1], draws) for _ in range(N_EXPERT)]
+            [random_rows(quantisation, *shape.shape_of(part)[::-1], draws) for _ in range(N_EXPERT)]
         )
         for part in ("gate", "up", "down")
     }
-    return SyntheticExperts(SHAPE, quantisation, parts)
+    return SyntheticExperts(shape, quantisation, parts)
 
 
 EXPERTS = made_experts("q8_0")
 
 
-def asked(n_row: int = N_ROW, seed: int = 0) -> Rows:
-    return np.random.default_rng(seed).standard_normal((n_row, SHAPE.n_embd)).astype(np.float32)
+def asked(n_row: int = N_ROW, seed: int = 0, n_embd: int = SHAPE.n_embd) -> Rows:
+    return np.random.default_rng(seed).standard_normal((n_row, n_embd)).astype(np.float32)
 
 
 def shown(kernel: ExpertKernel, x: Rows, experts: SyntheticExperts = EXPERTS) -> list[ShownRow]:
@@ -188,6 +188,22 @@ def test_a_row_that_was_made_to_lose_its_sums_is_evidence_of_nothing() -> None:
     assert max(moved) > 1e-6, "what this test is about did not happen"
     referee.close()
     assert opinion(rows, experts=experts).outcome in ("right", "inconclusive")
+
+
+@pytest.mark.parametrize("quantisation", ["f32", "bf16", "f16", "q8_0", "q4_K"])
+def test_rows_of_a_size_at_which_kernels_lose_values_are_evidence_of_nothing(quantisation: str) -> None:
+    """Products underflow and sums overflow in each kernel in its own way, and a backbone chooses the rows."""
+    experts = made_experts(quantisation, ExpertShape(256, 256))
+    n_ordinary = 0
+    for tenths in range(-230, 200, 6):
+        draws = np.random.default_rng(tenths + 1000).standard_normal((4, 256))
+        x = (draws * 10.0 ** (tenths / 10)).astype(np.float32)
+        outcome = opinion(shown(experts.load(GgmlCpuKernel), x, experts), experts=experts).outcome
+        assert outcome in ("right", "inconclusive"), tenths
+        n_ordinary += outcome == "right"
+    assert n_ordinary >= 3
+    lies = shown(experts.load(liar("scaled")), asked(n_embd=256), experts)
+    assert opinion(lies, experts=experts).outcome == "quarantined"
 
 
 def gates_of(experts: SyntheticExperts) -> list[npt.NDArray[np.float32]]:
