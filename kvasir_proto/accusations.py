@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -211,6 +211,23 @@ class Accusations:
             digest,
             now,
         )
+
+    def own(self) -> tuple[bytes, ...]:
+        """What this node has signed and still says, the newest `ACCUSED_MAX` at most; to be kept."""
+        held = (heard.by_signer.get(self._node_id) for heard in self._heard.values())
+        return tuple(each.data for each in held if each is not None)
+
+    def restore(self, accusations: Iterable[bytes], now: Now) -> None:
+        """Go on with what this node signed before it was started; what is not its own, or over, is not."""
+        for data in accusations:
+            try:
+                accusation, signer = open_accusation(data, self._swarm, now.wall)
+            except RemoteProtocolError:
+                continue
+            if signer == self._node_id:
+                case = _Case(accusation.node_id, accusation.claim_digest)
+                self._hold(case, signer, _Held(accusation, data))
+                self._repeat_at = now.instant
 
     def take(self, data: bytes, now: Now) -> bool:
         """Hear a signed accusation, whoever brought it; whether it is one that counts for anything."""

@@ -529,6 +529,7 @@ class NodeCore:
         self._note_electors(now)
         if self._election.fence is not None:
             self._accusations.know_backbone(self._election.fence.backbone)
+        self._accusations.restore(self._verdicts.accusations, now)
         self._note_revocation(now)
         self._settle(now)
 
@@ -1450,6 +1451,7 @@ class NodeCore:
             n_electors=agreed.n_electors,
         )
         self._note_verdict(verdict, now)
+        self._verdicts.keep_accusations(self._accusations.own())
         self._hear_of_verdict(agreed.node_id, now.instant)
 
     def _claim_of(self, node_id: NodeId) -> bytes | None:

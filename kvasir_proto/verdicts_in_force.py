@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple, TypeAlias
 
+from kvasir_proto.accusation import ACCUSATION_SIZE_MAX
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Now, Persist
 from kvasir_proto.ids import NodeId, NodeIdField
@@ -23,9 +24,13 @@ from kvasir_proto.tolerance_certificate import CERTIFICATE_LIFETIME
 
 VERDICTS_MAX: Final = 1024
 """Verdicts in the table; beyond, the one that ends soonest is let go."""
+ACCUSATIONS_MAX: Final = 256
 REASON_LENGTH_MAX: Final = 256
 SET_TIME_MAX: Final[Duration] = seconds(24 * 3600)
 """The longest time for which a node is planned without whatever it shows."""
+
+
+AccusationBytes: TypeAlias = Annotated[bytes, Length(1, ACCUSATION_SIZE_MAX)]
 
 
 class VerdictInForce(NamedTuple):
@@ -59,10 +64,11 @@ class KeptVerdict:
 
 @dataclass(frozen=True, slots=True)
 class VerdictsKept:
-    """What the slot `verdicts` holds."""
+    """What the slot `verdicts` holds. `accusations` are this node's own, signed, that it goes on to say."""
 
     kind: ClassVar[str] = "verdicts_kept"
     verdicts: Annotated[tuple[KeptVerdict, ...], Length(0, VERDICTS_MAX)]
+    accusations: Annotated[tuple[AccusationBytes, ...], Length(0, ACCUSATIONS_MAX)] = ()
 
 
 VERDICTS_KEPT: Final = Family("verdicts kept", (VerdictsKept,), 2 << 20)
@@ -82,8 +88,12 @@ class VerdictTable:
         self._rows: dict[tuple[NodeId, bytes | None], _Row] = {}
         self._looked_at = now.instant
         self._effects: list[Persist] = []
+        self.accusations: tuple[bytes, ...] = ()
+        """This node's own, as they were kept."""
         if stored is not None:
-            for kept in decode(stored, VERDICTS_KEPT).verdicts:
+            found = decode(stored, VERDICTS_KEPT)
+            self.accusations = found.accusations
+            for kept in found.verdicts:
                 self._restore(kept, now)
 
     def add(self, verdict: VerdictInForce, now: Now) -> None:
@@ -111,6 +121,12 @@ class VerdictTable:
         self._rows[key] = _Row(verdict, after(now.instant, lasts_at_most), kept)
         self._make_room()
         self._persist()
+
+    def keep_accusations(self, accusations: tuple[bytes, ...]) -> None:
+        """These are this node's own by now."""
+        if accusations != self.accusations:
+            self.accusations = accusations
+            self._persist()
 
     def in_force(self, node_id: NodeId, claim: bytes | None) -> VerdictInForce | None:
         """What holds of a node whose certificates have this digest; None as a claim: nobody knows them.
@@ -171,5 +187,5 @@ class VerdictTable:
 
     def _persist(self) -> None:
         rows = sorted(self._rows, key=lambda key: (key[0], key[1] is not None, key[1] or b""))
-        kept = VerdictsKept(tuple(self._rows[key].kept for key in rows))
+        kept = VerdictsKept(tuple(self._rows[key].kept for key in rows), self.accusations)
         self._effects = [Persist("verdicts", encode(kept))]

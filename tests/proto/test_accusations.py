@@ -423,6 +423,21 @@ def test_evidence_is_given_to_electors_alone() -> None:
     assert world.all[1].drain() == world.all[2].drain() == []
 
 
+def test_who_starts_again_goes_on_to_say_what_is_its_own_and_nothing_else() -> None:
+    world = Electors(3)
+    core = world.all[1]
+    core.accuse(accuse(WRONG_ROWS), NOW)
+    core.drain()
+    (own,) = core.own()
+    others = sign_accusation(accusation(), key_of(2), SWARM.digest)
+    over = sign_accusation(accusation(21, issued=1, expires=2), key_of(1), SWARM.digest)
+    again = Accusations(key_of(1), SWARM.digest, MODEL, lambda _: CLAIM, may_lie=True)
+    again.restore((others, over, b"noise", own), NOW)
+    assert again.own() == (own,)
+    again.tick(NOW)
+    assert [each.data for each in again.drain() if isinstance(each, Publish)] == [own]
+
+
 def test_tables_are_bounded() -> None:
     world = Electors(5, liars=frozenset({1}))
     core = world.all[2]
@@ -543,11 +558,16 @@ def test_a_whole_swarm_avoids_whom_its_electors_have_found_out() -> None:
     plan = others[0].core.view().plan if others[0].core is not None else None
     assert plan is not None
     assert liar.node_id not in plan.nodes
-    # And so it stays after all have started again.
+    # And so it stays after all have started again, and who comes then hears of it.
     for each in others:
         swarm.kill(each)
         swarm.start(each)
     assert len(of_swarm(swarm, liar.node_id)) == len(others)
+    newcomer = swarm.add(6)
+    swarm.run(Duration(2 * REPEAT_INTERVAL))
+    assert newcomer.core is not None
+    (verdict,) = newcomer.core.view().verdicts
+    assert (verdict.node_id, verdict.n_electors > 1) == (liar.node_id, True)
 
 
 def test_a_lying_backbone_makes_nobody_else_avoid_an_honest_node() -> None:
