@@ -60,6 +60,7 @@ def test_nodes_fetch_their_shards_from_a_server_that_cuts(tmp_path: Path) -> Non
                 daemons[-1].start()
 
             def is_served() -> bool:
+                assert founder.process.poll() is None, founder.log()
                 return (daemons[1].status() or {}).get("n_experts_held") == 2 * 16
 
             wait_for(is_served, "each expert at the worker", 2 * PATIENCE_S)

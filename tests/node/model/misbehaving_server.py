@@ -106,6 +106,8 @@ class MisbehavingServer(ThreadingHTTPServer):
     asked: list[tuple[int, int]] = field(default_factory=list)
     sent_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when the block that serves is over, for behaviours that wait."""
 
     daemon_threads = True
 
@@ -138,5 +140,6 @@ def serving(
         try:
             yield server
         finally:
+            server.ended.set()
             server.shutdown()
             thread.join()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -190,3 +194,35 @@ def test_nothing_is_left_of_what_did_not_work(store: ModelStore, source: Path, t
     (directory / ".partial-killed" / "experts").mkdir()
     store.add(source)
     assert not (directory / ".partial-killed").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_pull_that_is_told_to_end_leaves_nothing_and_a_killed_ones_rest_goes_with_the_next(
+    source: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    is_fetching = threading.Event()
+
+    def hang(answering: Answering, begin: int, end: int) -> bool:
+        if begin:  # behind the header
+            answering.part(answering.data, begin, end, answering.data[begin : begin + 60_000])
+            is_fetching.set()
+            answering.server.ended.wait(30)
+        return bool(begin)
+
+    home = tmp_path / "home"
+    with serving(source) as server:
+        server.behaviour = hang
+        command = [sys.executable, "-m", "kvasir_node", "--home", str(home), "models", "pull"]
+        with subprocess.Popen([*command, server.url(source.name).url], stderr=subprocess.DEVNULL) as process:
+            try:
+                assert is_fetching.wait(60)
+                # Something of it is on the disk by now, or will be before the signal is heard.
+                process.send_signal(number)
+                assert process.wait(30) != 0
+            finally:
+                process.kill()
+        left = {each.name for each in (home / "models").iterdir()}
+        assert (left == {".lock"}) == (number != signal.SIGKILL)
+        server.behaviour = None
+        pulled = ModelStore(home / "models").pull(server.url(source.name))
+    assert {each.name for each in (home / "models").iterdir()} == {".lock", pulled.digest}
