@@ -87,7 +87,7 @@ def pull_model(
             ModelUrl(url), progress, try_backbone_file, manifest=manifest, keep_experts=not no_experts
         )
     if not no_experts and manifest is None and not file_report(model)["fetched_expert_bytes"]:
-        note("the experts were not kept: all of them together have no room on the disk")
+        note("no experts are here: a daemon fetches those of its plan, and 'models shard' fetches them ahead")
     _print_taken(model, as_json)
 
 

@@ -75,7 +75,39 @@ def manifest_of(
 
     `copy_of` says where the bytes of a part are to be written as they pass, so that none is read twice.
     """
-    geometry = expert_geometry(gguf)
+    return _manifest(
+        gguf, expert_geometry(gguf), lambda: _digested_tensors(gguf, progress, copy_of or _no_copy)
+    )
+
+
+def moved_manifest(manifest: ModelManifest, gguf: GgufFile) -> ModelManifest:
+    """The manifest with the ranges of another file of the same model, of which only the header was read.
+
+    So whoever has the manifest of a whole file can fetch from a split one. Raises `ModelUnusable` when the
+    header is not one of this model; whether the bytes are its bytes, digests say as they come.
+    """
+    digests = {each.name: (each.type, each.shape, each.digests) for each in manifest.tensors}
+
+    def tensors() -> tuple[ManifestTensor, ...]:
+        found = []
+        for each in gguf.tensors:
+            known_type, shape, digest = digests.get(each.name, (None, None, b""))
+            if (known_type, shape) != (each.type, each.shape):
+                raise ModelUnusable(f"{gguf.path} is not the model of the manifest: {each.name} differs")
+            found.append(
+                ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digest)
+            )
+        return tuple(found)
+
+    moved = _manifest(gguf, expert_geometry(gguf), tensors)
+    if moved.digest() != manifest.digest():
+        raise ModelUnusable(f"{gguf.path} is not the model of the manifest: its header says something else")
+    return moved
+
+
+def _manifest(
+    gguf: GgufFile, geometry: ExpertGeometry, tensors: Callable[[], tuple[ManifestTensor, ...]]
+) -> ModelManifest:
     try:
         return ModelManifest(
             name=_name_of(gguf, geometry.architecture),
@@ -95,7 +127,7 @@ def manifest_of(
             hyper_parameters_sha256=metadata_sha256(gguf.metadata, f"{geometry.architecture}."),
             tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer.", without=_TEMPLATE),
             template_sha256=metadata_sha256(gguf.metadata, _TEMPLATE),
-            tensors=_digested_tensors(gguf, progress, copy_of or _no_copy),
+            tensors=tensors(),
         )
     except LocalProtocolError as error:
         raise ModelUnusable(f"{gguf.path} cannot be used: {error}") from error

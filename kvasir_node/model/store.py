@@ -35,7 +35,7 @@ from kvasir_node.model.gguf_format import GgufFile, GgufTensor
 from kvasir_node.model.gguf_reader import memory_for, read_gguf
 from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
-from kvasir_node.model.model_manifest import Progress, manifest_of
+from kvasir_node.model.model_manifest import Progress, manifest_of, moved_manifest
 from kvasir_node.model.model_url import Location, ModelUrl, location_of
 from kvasir_node.model.reference_file import verify_reference_file, write_reference_file
 from kvasir_node.model.verified_files import VerifiedFiles, identity_of
@@ -232,14 +232,14 @@ class ModelStore:
 
         Every byte is fetched once: those of the trunk go into the backbone file as they are hashed, those of
         experts into files of their own, where all of them have room. With a `manifest` only header and trunk
-        are fetched, and must be the manifest's; so it is with a model that is here from that address.
-        `progress`, `judge` and what is raised are as for `add`.
+        are fetched, and must be the manifest's, in whatever parts; so it is with a model that is here from
+        that address. `progress`, `judge` and what is raised are as for `add`.
         """
         with memory_for(url):
             gguf = read_gguf(url)
             self._prepare()
             with _locked(self._directory):
-                manifest = manifest or self._known_at(url, gguf)
+                manifest = self._known_at(url, gguf) if manifest is None else moved_manifest(manifest, gguf)
                 if manifest is not None:
                     return self._build(
                         url, (), manifest, _counted(progress, manifest.trunk_size_bytes()), judge

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvasir_node.model import store as store_module
 from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.expert_bytes import ExpertSource
+from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.gguf_split import part_locations
 from kvasir_node.model.store import ModelStore
 from kvasir_proto.errors import ModelUnusable, SourceFailed
@@ -145,6 +146,24 @@ def test_with_a_manifest_only_header_and_trunk_are_fetched(
         assert wanted < source.stat().st_size / 2
     verify_backbone_file(pulled.backbone_path, manifest)
     assert pulled.experts.missing(manifest, ShardSet.from_pairs([(0, 0)])) != []
+
+
+def test_with_the_manifest_of_a_whole_file_a_split_one_is_fetched_and_the_other_way_round(
+    tmp_path: Path, source: Path
+) -> None:
+    first = make_qwen3moe(tmp_path / "parts.gguf", replace(SHAPE, tensors_a_part=9))
+    paths = [each for each in part_locations(first) if isinstance(each, Path)]
+    whole, split = (ModelStore(tmp_path / "others").add(each).manifest for each in (source, first))
+    assert whole != split
+    with serving(source, *paths) as server:
+        for path, given, made in ((first, whole, split), (source, split, whole)):
+            directory = tmp_path / f"models-{path.stem}"
+            pulled = ModelStore(directory).pull(server.url(path.name), manifest=given)
+            assert pulled.manifest == made
+            verify_backbone_file(pulled.backbone_path, made)
+            shard = ShardSet(((0, 1, 3), (1, 7, 8)))
+            ExpertCache(directory).ensure(pulled, shard)
+            assert pulled.experts.damaged(made, shard) == []
 
 
 def test_a_manifest_of_another_model_is_refused(store: ModelStore, source: Path, tmp_path: Path) -> None:
