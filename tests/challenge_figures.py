@@ -1,8 +1,8 @@
 """`python -m tests.challenge_figures`: how long an auditor's challenge takes by the clock, in wide shapes.
 
 Two real worker engines: one holds a shard, the other challenges it over TLS, as in a swarm. Told are the time
-from the request to its answer, and what of it each engine's processors did. It prints the table of
-docs/reference/equivalence.md.
+from the request to its answer, how much of that a thread could have gone on in and others had the processors,
+and what each engine's processors did. It prints the table of docs/reference/equivalence.md.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ from kvasir_proto.term_proof import (
     founding_electorate,
     make_term_proof,
 )
+from tests.audit_cost import used_by
 
 HOST = "127.0.0.1"
 PATIENCE_S = 120.0
 N_HELD = 4
+COLUMNS = (
+    *("model", "challenges", "each", "first", "median", "longest", "median without waits", "longest"),
+    *("the member's processor", "the auditor's"),
+)
 WIDE_Q8_0 = TestModelShape(
     n_layer=1, n_embd=3072, n_ff=1024, n_expert=32, n_head=8, n_head_kv=2, n_vocab=256, seed=2
 )
@@ -77,6 +82,7 @@ async def measure(name: str, model: StoredModel, n_times: int, directory: Path) 
     layer = model.manifest.moe_layers[0]
     shard = ShardSet.from_ranges([(layer, 0, N_HELD)])
     walls: list[float] = []
+    owns: list[float] = []
     async with open_unwrapping_nursery() as nursery:
         member, auditor = [
             await start_engine(
@@ -89,6 +95,7 @@ async def measure(name: str, model: StoredModel, n_times: int, directory: Path) 
         load = LoadShard(member.next_request(), *paths, shard.encode(), 1, "ggml-cpu")
         await member.exchange(load, ShardLoaded, LOAD_TIMEOUT_S)
         listening = await member.exchange(Listen(HOST, 0), Listening, PATIENCE_S)
+        pids = [each.pid for each in (member, auditor)]
         used = [-await cpu_s(each) for each in (member, auditor)]
         for number in range(n_times):
             token = os.urandom(16)
@@ -111,15 +118,17 @@ async def measure(name: str, model: StoredModel, n_times: int, directory: Path) 
                 "",
                 number,
             )
-            began = time.monotonic()
+            began, before = time.monotonic(), used_by(pids)
             answer = await auditor.exchange(request, HolderChallenged, PATIENCE_S)
             walls.append(time.monotonic() - began)
+            owns.append(walls[-1] - used_by(pids).since(before).waited_ns / 1e9)
             assert answer.outcome == "verified", answer.reason
         used = [now + await cpu_s(each) for now, each in zip(used, (member, auditor), strict=True)]
         for each in (member, auditor):
             await each.close()
     cells = [f"{n_times}", answer.reason, f"{walls[0]:.2f} s"]
     cells += [f"{statistics.median(walls):.2f} s", f"{max(walls):.2f} s"]
+    cells += [f"{statistics.median(owns):.2f} s", f"{max(owns):.2f} s"]
     cells += [f"{each / n_times * 1e3:.0f} ms" for each in used]
     say(f"| {name} | " + " | ".join(cells) + " |")
 
@@ -132,8 +141,8 @@ def main() -> None:
     locations = locate(None, os.environ)
     configure_telemetry("warning", "console", os.environ)
     say(f"{json.dumps(describe_machine())}\n")
-    say("| model | challenges | each | first | median | longest | the member's processor | the auditor's |")
-    say("| --- " * 8 + "|")
+    say("| " + " | ".join(COLUMNS) + " |")
+    say("| --- " * len(COLUMNS) + "|")
     models = (
         {options.model: stored_model(locations, options.model)}
         if options.model

@@ -60,6 +60,7 @@ BUSY_SHARE_AT_FIRST: Final = 0.25
 """The same while a node's first rows are looked at, and where one was found that nothing explains."""
 _IDLE_SHARE: Final = 0.1
 """Of one processor: an engine that uses less waits for others, and nothing is taken from its tokens."""
+IDLE_AFTER_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.02
 FIRST_ROWS: Final = 64
 PACE_INTERVAL_S: Final = 60.0
@@ -152,6 +153,7 @@ class RowAudit:
         """
         self.n_rows_unseen = 0
         """Rows that were not even counted for that; the decode thread's."""
+        self._idleness = _Idleness()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -362,13 +364,15 @@ class RowAudit:
         Of time alone a machine with more to do than it can would give this thread a larger part than them.
         Threads that wait for others' answers, or have nothing to do, are not waited for.
         """
-        began, used_before = time.monotonic(), _used_by_others()
+        used_before = _used_by_others()
+        self._idleness.note(time.monotonic(), used_before)
         wait = seconds
         while not self._is_closing.wait(wait):
-            used = _used_by_others() - used_before
-            if used >= seconds or used < _IDLE_SHARE * (time.monotonic() - began):
+            used = _used_by_others()
+            self._idleness.note(time.monotonic(), used)
+            if used - used_before >= seconds or self._idleness.is_idle:
                 return
-            wait = max(seconds - used, _LOOK_AGAIN_S)
+            wait = max(seconds - (used - used_before), _LOOK_AGAIN_S)
 
     def _share_for(self, node_id: NodeId) -> float:
         """How busy this thread may be while it looks at rows of this node."""
@@ -423,6 +427,25 @@ class RowAudit:
             for pair, digest in wrong:
                 self._exhibits.note(Wrong(exchange, pair, digest))
         return bool(wrong)
+
+
+class _Idleness:
+    """Whether the other threads use next to nothing of a processor, over a second and more: for moments they
+    do so too where others have the processors.
+    """
+
+    def __init__(self) -> None:
+        self.is_idle = False
+        self._began: tuple[float, float] | None = None
+
+    def note(self, now: float, used: float) -> None:
+        """By now they have used so many seconds."""
+        if self._began is None:
+            self._began = now, used
+        elapsed = now - self._began[0]
+        if elapsed >= IDLE_AFTER_S:
+            self.is_idle = used - self._began[1] < _IDLE_SHARE * elapsed
+            self._began = now, used
 
 
 class _Pace:

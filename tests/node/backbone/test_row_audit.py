@@ -480,6 +480,31 @@ def test_where_too_much_waits_a_row_is_not_looked_at_and_nothing_waits(audited: 
     kernel.close()
 
 
+def test_it_has_room_until_too_much_waits_and_again_for_each_row_that_it_has_looked_at(
+    audited: Audited,
+) -> None:
+    kernel = EXPERTS.load(GgmlCpuKernel)
+
+    def has_room() -> bool:
+        return audited.audit.has_room
+
+    with audited.audit._referee_lock:  # its thread can take one row, and no more
+        assert has_room()
+        seeds = iter(range(2000))
+        while has_room():
+            seed = next(seeds)
+            audited.show(kernel, 16, seed=seed, expert=seed % N_EXPERT)
+        assert audited.audit.statistics()["rows_waiting"] >= row_audit.ROWS_WAITING_MAX - 1
+        before = audited.audit.statistics()["rows_dropped"]
+        audited.audit.n_rows_unseen += 5600  # the decode thread's, which chose none of them
+        assert audited.audit.statistics()["rows_dropped"] == before + 100
+    deadline = time.monotonic() + 30.0
+    while not has_room():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    kernel.close()
+
+
 def test_a_failure_of_the_referee_ends_nothing(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = EXPERTS.load(GgmlCpuKernel)
     right = audited.audit._referee.judge
@@ -522,6 +547,7 @@ OF_ANY_THREAD = {
     "_rows",
     "has_room",
     "n_rows_unseen",
+    "_idleness",
     "_is_closing",
     "_thread",
 }
@@ -590,6 +616,28 @@ def test_it_rests_until_the_tokens_had_their_part_of_the_processor(
     audited.audit._rest(4.9)
     monkeypatch.undo()
     assert passing.now == pytest.approx(rested, rel=0.01)
+
+
+def test_threads_that_wait_for_a_processor_for_a_moment_are_not_idle(
+    monkeypatch: pytest.MonkeyPatch, audited: Audited
+) -> None:
+    """Rests of 50 ms, of which the others get 10 each, but nothing in three of four of them."""
+    passing = PassingTime(0.0)
+    n_waits = 0
+
+    def wait(seconds: float) -> bool:
+        nonlocal n_waits
+        n_waits += 1
+        passing.rate = 0.8 if n_waits % 4 == 0 else 0.0
+        return passing.wait(seconds)
+
+    monkeypatch.setattr(audited.audit._is_closing, "wait", wait)
+    monkeypatch.setattr("kvasir_node.backbone.row_audit.time.monotonic", lambda: passing.now)
+    monkeypatch.setattr(row_audit, "_used_by_others", lambda: passing.used)
+    for _ in range(100):
+        audited.audit._rest(0.05)
+    monkeypatch.undo()
+    assert passing.used >= 5.0
 
 
 def test_what_it_does_is_counted_in_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
