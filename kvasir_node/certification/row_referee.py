@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvasir_node.certification.comparison import Float64Array, is_of_flips, possible_flips
 from kvasir_node.kernels.activation_formats import ACTIVATION_FORMATS, ACTIVATION_ROUNDINGS, processors_of
+from kvasir_node.kernels.expert_functions import Rows
 from kvasir_node.kernels.reference import Arithmetic, ReferenceKernel
 from kvasir_proto.audit.finding import Finding, outcome_of
 from kvasir_proto.errors import KvasirError, ProtocolError
@@ -32,7 +33,9 @@ from kvasir_proto.tolerance import EquivalenceClass, flip_chance, gate_of, has_f
 
 Float32Array = npt.NDArray[np.float32]
 
-_NUDGES_SEED: Final = 1
+_NUDGES: Final = 8
+_DISTURBANCE: Final = 2.0**-22
+"""Of a sum, by the root of its squared terms: what honest kernels' orders of adding up differ by, or more."""
 
 KEPT_BYTES_MAX: Final = 64 << 20
 """Bytes of experts that are kept for the next row of theirs; one is kept however large it is."""
@@ -236,19 +239,37 @@ class RowReferee:
         in]: large where nearly everything in it cancels, and then no kernel's sums are exact. Infinite where
         values are so small or large that honest kernels lose them, each in its own way.
 
-        Nothing is rounded on the way. Raises as the reference kernel does, `ValueError` for another width.
+        Nothing is rounded on the way. The bits that are turned are drawn anew each time: whoever chooses a
+        row cannot choose it by them. Raises as the reference kernel does, `ValueError` for another width.
         """
-        towards = np.random.default_rng(_NUDGES_SEED).choice([-math.inf, math.inf], len(x))
-        rows = np.stack([x, np.nextafter(x, towards.astype(np.float32))])
+        towards = np.random.default_rng().choice([-math.inf, math.inf], (_NUDGES, len(x)))
+        rows = np.vstack([x, np.nextafter(x, towards.astype(np.float32))])
         kernel = self._kernel(layer, expert, "f32")
         kernel.add_program(program)  # raises for one that does not fit
         values = [np.asarray(each, np.float64) for each in kernel.values(layer, program, expert, rows)]
         with np.errstate(invalid="ignore", over="ignore"):
             if not all(_is_ordinary(each[0]) for each in values):
                 return math.inf
-        right, moved = values[-1]
-        size = float(np.linalg.norm(right))
-        return float(np.linalg.norm(moved - right)) / size if size else math.inf
+        return _largest_move(values[-1])
+
+    def unsteadiness(
+        self, layer: int, program: ExpertProgram, expert: int, x: Float32Array, activation: str | None
+    ) -> float:
+        """By how much the answer to the row `x` moves, in relative L2, when every sum in it is off by what
+        honest kernels differ by: large where a value is about to be rounded the other way.
+
+        In the arithmetic of `judge`. Raises as `sensitivity`.
+        """
+        shard = ShardSet.from_ranges([(layer, expert, expert + 1)])
+        kernel = _DisturbedKernel(
+            self._manifest, shard, self._read, Arithmetic.AS_GGML, activations=activation
+        )
+        try:
+            kernel.add_program(program)
+            rows = np.repeat(x[None], 1 + _NUDGES, axis=0)
+            return _largest_move(np.asarray(kernel.values(layer, program, expert, rows)[-1], np.float64))
+        finally:
+            kernel.close()
 
     def close(self) -> None:
         """Let go of all experts."""
@@ -298,6 +319,26 @@ class RowReferee:
         while len(self._kernels) > 1 and sum(k.memory_bytes for k in self._kernels.values()) > KEPT_BYTES_MAX:
             self._kernels.popitem(last=False)[1].close()
         return kernel
+
+
+class _DisturbedKernel(ReferenceKernel):
+    """The reference, with every sum of every row but the first a little off."""
+
+    def _product(self, a: Rows, weight: Rows) -> Rows:
+        right = super()._product(a, weight)
+        with np.errstate(all="ignore"):
+            spread = np.sqrt((a * a) @ (weight * weight).T)
+        off = _DISTURBANCE * spread * np.random.default_rng().standard_normal(right.shape)
+        off[0] = 0.0
+        disturbed: Rows = right + off
+        return disturbed
+
+
+def _largest_move(rows: Float64Array) -> float:
+    """The largest relative L2 of the other rows from the first."""
+    right = rows[0]
+    size = float(np.linalg.norm(right))
+    return float(np.linalg.norm(rows[1:] - right, axis=1).max()) / size if size else math.inf
 
 
 def _is_ordinary(values: Float64Array) -> bool:

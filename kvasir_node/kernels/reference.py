@@ -225,11 +225,8 @@ class ReferenceKernel:
                 form = self._activations_of(self._tensors[layer][step.tensor])
                 if form is not None:
                     a = self._roundings[form](a.astype(np.float32))
-                if self._accumulator is not None:
-                    return self._accumulator.add_up(a, self._expanded(layer, step.tensor, expert))
-                return np.concatenate(
-                    [a @ part.T for part in self._expanded_parts(layer, step.tensor, expert)], axis=1
-                )
+                parts = self._expanded_parts(layer, step.tensor, expert)
+                return np.concatenate([self._product(a, part) for part in parts], axis=1)
             case StepOp.EXPERT_ADD:
                 return a + self._expanded(layer, step.tensor, expert)
             case StepOp.GLU:
@@ -251,6 +248,10 @@ class ReferenceKernel:
             case StepOp.SLICE:
                 return a[:, words[0] : words[0] + words[1]]
         raise AssertionError(f"a well formed program has no step {step}")
+
+    def _product(self, a: Rows, weight: Rows) -> Rows:
+        """Rows `a` [rows, in] with some of a weight's rows [out, in]: [rows, out]."""
+        return a @ weight.T if self._accumulator is None else self._accumulator.add_up(a, weight)
 
     def _expanded(self, layer: int, suffix: str, expert: int) -> Rows:
         """One expert's slice of a tensor as numbers: [out, in] of a weight, [1, width] of anything else."""

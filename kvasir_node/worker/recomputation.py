@@ -35,6 +35,9 @@ Read = Callable[[str, int], bytes | bytearray | memoryview]
 
 SENSITIVE_GATE_SHARE: Final = 0.25
 """Of the gate: a row that the last bit of what was asked moves by more than this proves nothing."""
+UNSTEADY_TIMES: Final = 4.0
+"""A row counts where it is off by more than so many times what disturbed sums move it: of whoever chose it,
+and the program too, it may have been chosen to have values on the edge of being rounded the other way."""
 
 
 class Opinion(NamedTuple):
@@ -97,6 +100,9 @@ def _finding(referee: RowReferee, node_id: NodeId, row: ShownRow, claim: Claim) 
         if finding.outcome == "foreign":
             moved = referee.sensitivity(row.layer, row.program, row.expert, x)
             if not moved <= SENSITIVE_GATE_SHARE * finding.gate:
+                return None
+            off = referee.unsteadiness(row.layer, row.program, row.expert, x, claim.form)
+            if not finding.residual > UNSTEADY_TIMES * off:
                 return None
     except (ProtocolError, ValueError, KeyError):
         return None  # of other shapes than the model's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvasir_node.worker.recomputation import SENSITIVE_GATE_SHARE, Opinion, judg
 from kvasir_proto.audit.evidence import ShownRow
 from kvasir_proto.dispatch import WireType
 from kvasir_proto.ids import node_id_of
+from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp
 from tests.audited_rows import liar
 
 NODE = node_id_of(b"\1" * 32)
@@ -49,9 +51,14 @@ def asked(n_row: int = N_ROW, seed: int = 0, n_embd: int = SHAPE.n_embd) -> Rows
     return np.random.default_rng(seed).standard_normal((n_row, n_embd)).astype(np.float32)
 
 
-def shown(kernel: ExpertKernel, x: Rows, experts: SyntheticExperts = EXPERTS) -> list[ShownRow]:
+def shown(
+    kernel: ExpertKernel,
+    x: Rows,
+    experts: SyntheticExperts = EXPERTS,
+    program: ExpertProgram = expert_program(),  # noqa: B008
+) -> list[ShownRow]:
     """What a node with this kernel answers, a row through each expert."""
-    program = expert_program()
+    x = x.astype(np.float32)
     rows = [
         ShownRow(
             0,
@@ -204,6 +211,40 @@ def test_rows_of_a_size_at_which_kernels_lose_values_are_evidence_of_nothing(qua
     assert n_ordinary >= 3
     lies = shown(experts.load(liar("scaled")), asked(n_embd=256), experts)
     assert opinion(lies, experts=experts).outcome == "quarantined"
+
+
+def test_a_program_that_was_made_to_round_what_comes_out_convicts_nobody() -> None:
+    """A backbone names the program too: far from zero and back again, answers jump where sums hardly move."""
+    experts = made_experts("f32", ExpertShape(256, 256))
+    far, back = (
+        ProgramStep(StepOp.LINEAR, step, params=struct.pack("<4f", 1.0, bias, 0.0, 0.0))
+        for step, bias in ((4, 2e4), (5, -2e4))
+    )
+    program = ExpertProgram((*expert_program().steps, far, back), False)
+    rows = [
+        replace_row(each, program=program)
+        for exponent in (-1, -2, -3)
+        for each in shown(
+            experts.load(GgmlCpuKernel), asked(200, exponent + 9, 256) * 10.0**exponent, experts, program
+        )
+    ]
+    referee = RowReferee(experts.manifest, experts.read)
+    foreign = [
+        each
+        for each in rows
+        for finding in referee.judge(
+            NODE,
+            0,
+            program,
+            each.expert,
+            np.frombuffer(each.x, np.float32)[None],
+            np.frombuffer(each.answer, np.float32)[None],
+        )
+        if finding.outcome == "foreign"
+    ]
+    referee.close()
+    assert len(foreign) >= 3, "what this test is about did not happen"
+    assert opinion(foreign, experts=experts).outcome in ("right", "inconclusive")
 
 
 def gates_of(experts: SyntheticExperts) -> list[npt.NDArray[np.float32]]:
