@@ -63,7 +63,7 @@ _IDLE_SHARE: Final = 0.1
 IDLE_AFTER_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 0.02
 FIRST_ROWS: Final = 64
-PACE_INTERVAL_S: Final = 60.0
+PACE_INTERVAL_S: Final = 600.0
 """How often the log is told that the audit does not keep up."""
 
 EXAMINED_ROWS_MAX: Final = 512
@@ -463,7 +463,7 @@ class _Pace:
             return
         n_new = n_dropped - self._n_dropped_before
         if n_new > self._n_looked:
-            log.warning("audit_falls_behind", rows_looked_at=self._n_looked, rows_dropped=n_new)
+            log.info("audit_falls_behind", rows_looked_at=self._n_looked, rows_dropped=n_new)
         self._began, self._n_looked, self._n_dropped_before = time.monotonic(), 0, n_dropped
 
 

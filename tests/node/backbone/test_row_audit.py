@@ -459,7 +459,7 @@ def test_who_begins_to_lie_while_the_audit_is_behind_is_found_by_the_next_rows(a
 def test_who_is_looked_at_too_seldom_is_said(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_audit, "PACE_INTERVAL_S", 0.0)
     said: list[str] = []
-    monkeypatch.setattr(row_audit.log, "warning", lambda event, **values: said.append(event))
+    monkeypatch.setattr(row_audit.log, "info", lambda event, **values: said.append(event))
     kernel = EXPERTS.load(GgmlCpuKernel)
     with audited.audit._referee_lock:
         for seed in range(2000):
