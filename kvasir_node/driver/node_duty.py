@@ -322,7 +322,7 @@ class NodeDuty:
             if self._take_manifest is not None:
                 try:
                     self._contact = "fetching the model's manifest and its backbone part"
-                    await self._take_manifest(await self._manifest_of_others(swarm))
+                    await self._take_manifest(await self._manifest_of_others(swarm, failures))
                     continue
                 except (KvasirError, RemoteProtocolError) as error:
                     reason = str(error)
@@ -332,10 +332,15 @@ class NodeDuty:
             log.error("model_missing", reason=reason)
             await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, MODEL_DELAY_MAX_S))
 
-    async def _manifest_of_others(self, swarm: FoundedSwarm) -> ModelManifest:
-        """The model's manifest, from the first at a known address who gives it."""
+    async def _manifest_of_others(self, swarm: FoundedSwarm, failures: int) -> ModelManifest:
+        """The model's manifest, from the first at a known address who gives it.
+
+        After each failure another one is asked first: what the last one gave may have been worth nothing.
+        """
         reason = "no address of a member is known"
-        for address in self._addresses_to_enter_by():
+        addresses = self._addresses_to_enter_by()
+        turn = failures % max(1, len(addresses))
+        for address in addresses[turn:] + addresses[:turn]:
             try:
                 node_id = await self._host.connect(address)
                 stream = await self._host.open_stream(node_id)

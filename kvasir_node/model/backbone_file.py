@@ -21,7 +21,7 @@ from kvasir_node.model.gguf_format import GgufFile, GgufTensor, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import copy_tensor, lay_out, new_file, verified_pieces
 from kvasir_node.model.model_bytes import ModelBytes
-from kvasir_node.model.model_manifest import CopyOf
+from kvasir_node.model.model_manifest import CopyOf, differing_field, moved_manifest
 from kvasir_node.model.model_url import Location
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
@@ -63,8 +63,8 @@ def write_model_file(
 ) -> None:
     """Write the model again from validated values, with holes for the tensors that `keep` does not want."""
     gguf = read_gguf(source)
-    if gguf.header_sha256 != manifest.header_sha256 or gguf.size_bytes != manifest.file_size_bytes:
-        raise ModelUnusable(f"{source} is not the model of the manifest any more: its header or size differs")
+    if moved_manifest(manifest, gguf) != manifest:
+        raise ModelUnusable(f"{source} is not the file of the manifest any more: its header or size differs")
     header, placed, size_bytes = lay_out(
         tuple(gguf.metadata.values()),
         _written(manifest.tensors, keep),
@@ -170,6 +170,8 @@ def verify_model_file(
     _, placed, size_bytes = lay_out(tuple(gguf.metadata.values()), expected, gguf.alignment)
     if gguf.tensors != placed or gguf.size_bytes != size_bytes:
         raise ModelUnusable(f"{path} is damaged: it is not laid out as the manifest says")
+    if (differing := differing_field(gguf, manifest)) is not None:
+        raise ModelUnusable(f"{path} is damaged: its {differing} is not the manifest's")
     with ModelBytes(path, size_bytes) as written:
         for tensor, place in zip(manifest.tensors, placed, strict=True):
             if keep(tensor):

@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import BinaryIO, Final
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO, Final
 
 from kvasir_node.model.byte_ranges import InOrder
 from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, ValueType, metadata_sha256
@@ -75,17 +75,20 @@ def manifest_of(
 
     `copy_of` says where the bytes of a part are to be written as they pass, so that none is read twice.
     """
-    return _manifest(
-        gguf, expert_geometry(gguf), lambda: _digested_tensors(gguf, progress, copy_of or _no_copy)
-    )
+    fields = _header_fields(gguf)
+    return _manifest(gguf, fields, lambda: _digested_tensors(gguf, progress, copy_of or _no_copy))
 
 
 def moved_manifest(manifest: ModelManifest, gguf: GgufFile) -> ModelManifest:
     """The manifest with the ranges of another file of the same model, of which only the header was read.
 
-    So whoever has the manifest of a whole file can fetch from a split one. Raises `ModelUnusable` when the
-    header is not one of this model; whether the bytes are its bytes, digests say as they come.
+    So whoever has the manifest of a whole file can fetch from a split one, and whoever gave the manifest need
+    not be believed: nothing is taken of it but the tensors' digests, which its name covers. Raises
+    `ModelUnusable` when the header is not one of this model; whether the bytes are, digests say as they come.
     """
+    fields = _header_fields(gguf)
+    if (differing := _differing_field(fields, manifest)) is not None:
+        raise _another_model(gguf, f"its {differing} is another")
     digests = {each.name: (each.type, each.shape, each.digests) for each in manifest.tensors}
 
     def tensors() -> tuple[ManifestTensor, ...]:
@@ -93,40 +96,55 @@ def moved_manifest(manifest: ModelManifest, gguf: GgufFile) -> ModelManifest:
         for each in gguf.tensors:
             known_type, shape, digest = digests.get(each.name, (None, None, b""))
             if (known_type, shape) != (each.type, each.shape):
-                raise ModelUnusable(f"{gguf.path} is not the model of the manifest: {each.name} differs")
+                raise _another_model(gguf, f"{each.name} differs")
             found.append(
                 ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digest)
             )
         return tuple(found)
 
-    moved = _manifest(gguf, expert_geometry(gguf), tensors)
+    moved = _manifest(gguf, fields, tensors)
     if moved.digest() != manifest.digest():
-        raise ModelUnusable(f"{gguf.path} is not the model of the manifest: its header says something else")
+        raise _another_model(gguf, "it has fewer tensors")
     return moved
 
 
+def differing_field(gguf: GgufFile, manifest: ModelManifest) -> str | None:
+    """A field of the manifest that its name covers, tensors apart, and of which this header says otherwise.
+
+    Types of tensors do not matter, so it may be a backbone file's header. Raises as `expert_geometry` does.
+    """
+    return _differing_field(_header_fields(gguf), manifest)
+
+
+def _differing_field(fields: Mapping[str, Any], manifest: ModelManifest) -> str | None:
+    return next((field for field in sorted(fields) if fields[field] != getattr(manifest, field)), None)
+
+
+def _header_fields(gguf: GgufFile) -> dict[str, Any]:
+    """What a header says of all that a model's name covers beside its tensors, by the manifest's fields."""
+    geometry = expert_geometry(gguf)
+    return asdict(geometry) | {
+        "hyper_parameters_sha256": metadata_sha256(gguf.metadata, f"{geometry.architecture}."),
+        "tokenizer_sha256": metadata_sha256(gguf.metadata, "tokenizer.", without=_TEMPLATE),
+        "template_sha256": metadata_sha256(gguf.metadata, _TEMPLATE),
+    }
+
+
+def _another_model(gguf: GgufFile, reason: str) -> ModelUnusable:
+    return ModelUnusable(f"{gguf.path} is not the model of the manifest: {reason}")
+
+
 def _manifest(
-    gguf: GgufFile, geometry: ExpertGeometry, tensors: Callable[[], tuple[ManifestTensor, ...]]
+    gguf: GgufFile, fields: Mapping[str, Any], tensors: Callable[[], tuple[ManifestTensor, ...]]
 ) -> ModelManifest:
     try:
         return ModelManifest(
-            name=_name_of(gguf, geometry.architecture),
-            architecture=geometry.architecture,
-            n_layer=geometry.n_layer,
-            n_embd=geometry.n_embd,
-            n_ff=geometry.n_ff,
-            n_expert=geometry.n_expert,
-            n_expert_used=geometry.n_expert_used,
-            n_vocab=geometry.n_vocab,
-            n_ctx_train=geometry.n_ctx_train,
-            moe_layers=geometry.moe_layers,
+            name=_name_of(gguf, fields["architecture"]),
+            **fields,
             file_size_bytes=gguf.size_bytes,
             data_offset=gguf.data_offset,
             header_sha256=gguf.header_sha256,
             metadata_sha256=metadata_sha256(gguf.metadata),
-            hyper_parameters_sha256=metadata_sha256(gguf.metadata, f"{geometry.architecture}."),
-            tokenizer_sha256=metadata_sha256(gguf.metadata, "tokenizer.", without=_TEMPLATE),
-            template_sha256=metadata_sha256(gguf.metadata, _TEMPLATE),
             tensors=tensors(),
         )
     except LocalProtocolError as error:

@@ -150,11 +150,11 @@ class StoredModel:
 
     def _verify_or_write(self, path: Path, verify: Callable[[], None], write: Callable[[], None]) -> None:
         try:
-            _VERIFIED.check(path, self.digest, verify)
+            _VERIFIED.check(path, _sha256_of(self.manifest), verify)
         except ModelUnusable:
             with _locked(self.manifest_path.parent.parent):
                 try:
-                    _VERIFIED.check(path, self.digest, verify)
+                    _VERIFIED.check(path, _sha256_of(self.manifest), verify)
                 except ModelUnusable as damage:
                     is_there = path.exists()
                     if is_there:
@@ -165,7 +165,7 @@ class StoredModel:
                         if not is_there:
                             raise
                         raise ModelUnusable(f"{damage}, and it cannot be made again: {error}") from error
-                    _VERIFIED.remember(path, self.digest)
+                    _VERIFIED.remember(path, _sha256_of(self.manifest))
 
 
 class ModelStore:
@@ -276,21 +276,16 @@ class ModelStore:
                 if path.is_file():
                     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     path.replace(target)
-            _VERIFIED.remember(directory / _BACKBONE, directory.name)
+            _VERIFIED.remember(directory / _BACKBONE, _sha256_of(manifest))
         return self._described_as(directory, url, (), manifest)
 
     def _known_at(self, url: ModelUrl, gguf: GgufFile) -> ModelManifest | None:
-        """The manifest of the model that came from this address, if it has this header still."""
+        """The manifest of the model that came from this address, if its header says the same still."""
         for digest in self._digests():
             with contextlib.suppress(ModelUnusable):
                 known = self._described(digest)
-                here, there = known.manifest, gguf
-                is_same = (here.header_sha256, here.file_size_bytes) == (
-                    there.header_sha256,
-                    there.size_bytes,
-                )
-                if known.source == url and is_same:
-                    return here
+                if known.source == url and moved_manifest(known.manifest, gguf) == known.manifest:
+                    return known.manifest
         return None
 
     def _prepare(self) -> None:
@@ -388,7 +383,7 @@ class ModelStore:
             needed = manifest.data_offset + manifest.trunk_size_bytes()
             _require_space(directory, needed, "the backbone file")
             write_backbone_file(source, manifest, backbone, on_bytes)
-            _VERIFIED.remember(backbone, directory.name)
+            _VERIFIED.remember(backbone, _sha256_of(manifest))
         try:
             _ask(judge, source, backbone)
         except ModelUnusable:
@@ -513,7 +508,12 @@ def _counted(progress: Progress | None, total: int, done: int = 0) -> Callable[[
 
 def _check_backbone(path: Path, manifest: ModelManifest) -> None:
     """Raise `ModelUnusable` unless the backbone file is right, reading it unless that is known."""
-    _VERIFIED.check(path, manifest.digest().hex(), lambda: verify_backbone_file(path, manifest))
+    _VERIFIED.check(path, _sha256_of(manifest), lambda: verify_backbone_file(path, manifest))
+
+
+def _sha256_of(manifest: ModelManifest) -> str:
+    """What a file was compared with: not the model's name, for a file of it may be laid out otherwise."""
+    return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 def _ask(judge: Callable[[Path], None] | None, source: Location, backbone: Path) -> None:

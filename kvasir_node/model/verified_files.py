@@ -21,7 +21,7 @@ class VerifiedFiles:
         self._identities: dict[Path, tuple[str, tuple[int, ...]]] = {}
 
     def check(self, path: Path, digest: str, verify: Callable[[], None]) -> None:
-        """Call `verify`, unless it has passed for this very file and the model of this `digest` before.
+        """Call `verify`, unless it has passed for this very file and the manifest of this `digest` before.
 
         A file that changes meanwhile is not remembered. Raises what `verify` does, or `ModelUnusable` when
         the file is not there.

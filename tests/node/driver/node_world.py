@@ -6,7 +6,7 @@ What is left out is what has tests of its own: libp2p, processes, files. Time is
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,10 @@ from kvasir_node.ports import Claim
 from kvasir_node.swarm_files import KnownSwarm
 from kvasir_proto.admission import Invite
 from kvasir_proto.effects import Slot
-from kvasir_proto.errors import ConfigurationInvalid, KvasirError
+from kvasir_proto.errors import ConfigurationInvalid, KvasirError, ModelUnusable
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest
+from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.node_core import LAN
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest, sign_swarm_manifest
 from tests.node.driver.memory_network import MemoryHost
@@ -158,6 +159,9 @@ class TwinNode:
         self.duty: NodeDuty
         self.network: TwinNetwork | None = None
         self.settings = settings
+        self.take_manifest: Callable[[ModelManifest], Awaitable[None]] | None = None
+        """With one, it has no model before this took it in."""
+        self.has_model = True
 
     # -- `HomeFiles` -------------------------------------------------------------------------------
 
@@ -195,6 +199,8 @@ class TwinNode:
 
     async def _find_model(self, _digest: bytes) -> ModelOnDisk:
         await trio.lowlevel.checkpoint()
+        if not self.has_model:
+            raise ModelUnusable("it is not here")
         return ModelOnDisk(self.world.model, has_experts=True)
 
     async def _find_backbone_file(self, model: StoredModel) -> Path:
@@ -253,6 +259,7 @@ class TwinNode:
             entropy=random.Random(self.number),
             now=now,
             wall_time=wall_time,
+            take_manifest=self.take_manifest,
         )
         self.world.network.serve(self.node_id, self.duty.serve_stream)
         self.life = self.world.live(self.duty.run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
+from kvasir_node.driver.manifest_exchange import ManifestPieces
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.codec import encode
 from kvasir_proto.election.configuration import make_recovery
 from kvasir_proto.election.knowledge import StoredElectorates
-from kvasir_proto.errors import ConfigurationInvalid, KvasirError, NotReady, RemoteProtocolError
+from kvasir_proto.errors import (
+    ConfigurationInvalid,
+    KvasirError,
+    ModelUnusable,
+    NotReady,
+    RemoteProtocolError,
+)
 from kvasir_proto.ids import public_key_of
 from kvasir_proto.instants import seconds
-from kvasir_proto.manifest import ShardSet
+from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.membership.events import ClockSuspected
 from kvasir_proto.messages.election import Evidence
 from kvasir_proto.messages.engine import EngineFault, MeasureExperts, SessionEnded, TokenEmitted
@@ -281,6 +289,36 @@ async def test_a_newcomer_is_taken_in_under_a_session(
             assert backbone.duty.backbone.state()[0] in ("ready", "degraded")
         assert outcome == []
         await until(world.is_ready)
+
+
+async def test_a_manifest_that_was_worth_nothing_is_followed_by_another_members(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    honest = model.manifest
+    lie = replace(honest, header_sha256=bytes(32))
+    assert lie.digest() == honest.digest()
+    taken: list[ModelManifest] = []
+    async with open_nodes(model, tmp_path) as world:
+        await ready_nodes(world, 4)
+        members = world.nodes[1:4]
+        members[0].duty._pieces = ManifestPieces(lie)
+        members[1].duty._pieces = None
+        addresses = tuple(each.host.addresses()[0] for each in members)
+        newcomer = TwinNode(world, 9, bootstrap=addresses)
+
+        async def take(manifest: ModelManifest) -> None:
+            await trio.lowlevel.checkpoint()
+            taken.append(manifest)
+            if manifest != honest:
+                raise ModelUnusable("its header is another")
+            newcomer.has_model = True
+
+        newcomer.has_model = False
+        newcomer.take_manifest = take
+        world.nodes.append(newcomer)
+        newcomer.start()
+        await until(world.is_ready)
+    assert taken == [lie, honest]
 
 
 async def test_engines_that_die_are_replaced_and_everything_serves_again(
