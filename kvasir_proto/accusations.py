@@ -3,9 +3,11 @@
 An accusation binds nobody but its signer. Each elector that hears one of another elector, or of the backbone,
 asks for the evidence, checks that the accused really gave those rows as it is certified now, has them
 recomputed, and accuses it too if they are wrong. Once as many electors have recomputed it as could not all be
-lying, two at least, it is the swarm's verdict. Whose accusation is not borne out is not listened to for a
-while, then for longer; that changes nothing for the accused. Apart from `node_core`, which knows who is there
-and what they claim, and from verdicts that hold (`verdicts_in_force`). It reads no clock and no weights.
+lying, two at least, it is the swarm's verdict. Signers have their turns, and each its own places and its own
+time of others' engines: who says much takes them from itself. Whose accusation is not borne out is not
+listened to for a while, then for longer; that changes nothing for the accused. Apart from `node_core`, which
+knows who is there and what they claim, and from verdicts that hold (`verdicts_in_force`). It reads no clock
+and no weights.
 """
 
 from __future__ import annotations
@@ -38,14 +40,12 @@ from kvasir_proto.verdict_book import auditors_needed
 
 ELECTORS_NEEDED_MIN: Final = 2
 """One elector alone is never a swarm, however small that is."""
-ACCUSED_MAX: Final = 256
-"""Nodes, each as certified then, of which accusations are held; those heard of first go first."""
-SIGNERS_MAX: Final = 8
-"""Accusations that are held of one: all electors' and the backbone's."""
+ACCUSED_OF_SIGNER_MAX: Final = 64
+"""Nodes, each as certified then, of which one signer's accusations are held and wait; its oldest go first."""
+SIGNERS_MAX: Final = 16
+"""Whose accusations are held: all electors, the backbone, this node, and some that were electors."""
 EVIDENCE_KEPT: Final = 4
 """Pieces of evidence that others can ask for: 5 MiB."""
-WAITING_MAX: Final = 64
-"""Accusations that wait to be looked into; one more is not, until it is said again."""
 ANSWER_TIMEOUT: Final[Duration] = seconds(30)
 RECOMPUTE_TIMEOUT: Final[Duration] = seconds(120)
 SPACING: Final[Duration] = seconds(1)
@@ -55,7 +55,16 @@ REPEAT_INTERVAL: Final[Duration] = seconds(600)
 DISTRUST_FIRST: Final[Duration] = seconds(600)
 DISTRUST_MAX: Final[Duration] = seconds(24 * 3600)
 """An accusation that was not borne out: its signer's others wait for 10 minutes, then 20, up to a day."""
-DISTRUSTED_MAX: Final = 256
+UNSHOWN_FIRST: Final[Duration] = seconds(60)
+UNSHOWN_MAX: Final[Duration] = seconds(960)
+"""One of which nothing came, no answer or nothing that can be judged: a minute, then two, up to sixteen,
+until one is borne out. An honest signer may be away, or have let that evidence go."""
+RECOMPUTE_TIME_HOURLY: Final[Duration] = seconds(300)
+"""Time of this node's engine that one signer's accusations may take in an hour, and what it begins with: so
+twice that in any one hour. One that may take longer than what is left waits."""
+SIGNERS_REMEMBERED: Final = 256
+_HOUR: Final[Duration] = seconds(3600)
+_LONG_AGO: Final = Instant(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,10 @@ class RecomputationDue:
     """
 
     node_id: NodeId
+    claim_digest: bytes
     evidence: bytes
+    digest: bytes
+    """Of the evidence; `Recomputed` names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class Recomputed:
     """
 
     node_id: NodeId
+    digest: bytes
     word: AuditVerdict | None
     reason: str
     n_rows: int
@@ -130,12 +143,31 @@ class _Inquiry:
     digest: bytes
     until: Instant
     evidence: bytes = b""
+    shown_at: Instant = _LONG_AGO
+    """When its evidence went to be recomputed."""
 
 
 @dataclass(slots=True)
-class _Distrust:
-    failures: int
-    until: Instant
+class _Signer:
+    """What came of a signer's accusations here, and how much of the engine's time it has left."""
+
+    refuted: int = 0
+    unshown: int = 0
+    distrusted_until: Instant = _LONG_AGO
+    time_left: Duration = RECOMPUTE_TIME_HOURLY
+    counted_at: Instant = _LONG_AGO
+
+    def note_time(self, now: Instant, spent: Duration) -> None:
+        """So much of it was used, and some has come back since it was counted last."""
+        gained = max(0, now - self.counted_at) * RECOMPUTE_TIME_HOURLY // _HOUR
+        left = min(RECOMPUTE_TIME_HOURLY, self.time_left + gained)
+        self.time_left, self.counted_at = Duration(left - spent), now
+
+    def heard_at(self) -> Instant:
+        """When one more of its accusations can be looked into."""
+        missing = max(0, RECOMPUTE_TIMEOUT - self.time_left)
+        back = -(-missing * _HOUR // RECOMPUTE_TIME_HOURLY)
+        return max(self.distrusted_until, after(self.counted_at, Duration(back)))
 
 
 @dataclass(slots=True)
@@ -169,10 +201,11 @@ class Accusations:
         self._backbone: NodeId | None = None
         self._heard: OrderedDict[_Case, _Heard] = OrderedDict()
         self._evidence: OrderedDict[bytes, bytes] = OrderedDict()
-        self._waiting: OrderedDict[tuple[_Case, NodeId], None] = OrderedDict()
+        self._said: OrderedDict[NodeId, OrderedDict[_Case, None]] = OrderedDict()
+        self._waiting: OrderedDict[NodeId, OrderedDict[_Case, None]] = OrderedDict()
         self._inquiry: _Inquiry | None = None
         self._free_at = Instant(0)
-        self._distrusted: dict[NodeId, _Distrust] = {}
+        self._signers: OrderedDict[NodeId, _Signer] = OrderedDict()
         self._repeat_at: Instant | None = None
         self._effects: list[AccusationOutput] = []
 
@@ -213,9 +246,9 @@ class Accusations:
         )
 
     def own(self) -> tuple[bytes, ...]:
-        """What this node has signed and still says, the newest `ACCUSED_MAX` at most; to be kept."""
-        held = (heard.by_signer.get(self._node_id) for heard in self._heard.values())
-        return tuple(each.data for each in held if each is not None)
+        """What this node has signed and still says, `ACCUSED_OF_SIGNER_MAX` at most; to be kept."""
+        said = self._said.get(self._node_id, ())
+        return tuple(self._heard[case].by_signer[self._node_id].data for case in said)
 
     def restore(self, accusations: Iterable[bytes], now: Now) -> None:
         """Go on with what this node signed before it was started; what is not its own, or over, is not."""
@@ -237,12 +270,12 @@ class Accusations:
             return False
         if signer == self._node_id or not self._is_heard(signer):
             return False
+        if self._claim_of(accusation.node_id) is None:
+            return False  # nobody knows that node; it is said again
         case = _Case(accusation.node_id, accusation.claim_digest)
         heard = self._hold(case, signer, _Held(accusation, data))
         if heard and self._is_to_look_into(case, signer):
-            key = case, signer
-            if key in self._waiting or len(self._waiting) < WAITING_MAX:
-                self._waiting[key] = None
+            self._waiting.setdefault(signer, OrderedDict())[case] = None
             self._look(now)
         return heard
 
@@ -266,39 +299,48 @@ class Accusations:
         except RemoteProtocolError as error:
             self._refute(inquiry, str(error), now)
             raise
-        inquiry.evidence = message.evidence
+        if self._claim_of(inquiry.case.node_id) != inquiry.case.claim_digest:
+            self._end(now)  # it has other certificates meanwhile
+            return
+        inquiry.evidence, inquiry.shown_at = message.evidence, now.instant
         inquiry.until = after(now.instant, RECOMPUTE_TIMEOUT)
-        self._effects.append(RecomputationDue(inquiry.case.node_id, message.evidence))
+        self._effects.append(RecomputationDue(*inquiry.case, message.evidence, inquiry.digest))
 
     def finish(self, result: Recomputed, now: Now) -> None:
         """Say what came of a recomputation."""
         inquiry = self._inquiry
-        if inquiry is None or inquiry.case.node_id != result.node_id or not inquiry.evidence:
+        if inquiry is None or not inquiry.evidence:
             return  # given up long ago
-        if not result.is_conclusive:
-            self._end(now)
+        if (inquiry.case.node_id, inquiry.digest) != (result.node_id, result.digest):
+            return  # so was that one
+        if self._claim_of(inquiry.case.node_id) != inquiry.case.claim_digest:
+            self._end(now)  # it may have been judged by what it claims now
+        elif not result.is_conclusive:
+            self._doubt(inquiry, result.reason or "its rows cannot be judged", now)
         elif result.word is None or result.n_rows < ROWS_NEEDED:
             self._refute(inquiry, result.reason or "the rows are right", now)
         else:
             digest = self._keep(inquiry.evidence)
             self._sign(inquiry.case, result.word, result.reason, result.n_rows, digest, now)
+            self._signer(inquiry.signer).unshown = 0
             self._end(now)
 
     def tick(self, now: Now) -> None:
         """Give up what nobody answers, look into the next one, and say again what is still so."""
         inquiry = self._inquiry
         if inquiry is not None and inquiry.until <= now.instant:
-            fields = (("node", inquiry.case.node_id), ("accuser", inquiry.signer))
-            self._effects.append(Notice("accusation_unanswered", fields))
-            self._end(now)
+            reason = "recomputing its rows takes too long" if inquiry.evidence else "nobody shows its rows"
+            self._doubt(inquiry, reason, now)
         if self._repeat_at is not None and self._repeat_at <= now.instant:
             self._repeat(now)
         self._look(now)
 
     def next_deadline(self) -> Instant | None:
         """When to call `tick` next."""
-        due = self._inquiry.until if self._inquiry is not None else self._free_at if self._waiting else None
-        return sooner(due, self._repeat_at)
+        if self._inquiry is not None:
+            return sooner(self._inquiry.until, self._repeat_at)
+        turn = min((self._heard_at(each) for each in self._waiting), default=None)
+        return sooner(None if turn is None else max(turn, self._free_at), self._repeat_at)
 
     def drain(self) -> list[AccusationOutput]:
         """What is to be done and told, in order, each once."""
@@ -323,6 +365,7 @@ class Accusations:
             and heard is not None
             and self._node_id not in heard.by_signer
             and signer in heard.by_signer
+            and self._is_heard(signer)
             and self._claim_of(case.node_id) == case.claim_digest
         )
 
@@ -330,38 +373,64 @@ class Accusations:
         """Ask for the evidence of the next accusation, if nothing else is being looked into."""
         if self._inquiry is not None or now.instant < self._free_at:
             return
-        while self._waiting:
-            (case, signer), _ = self._waiting.popitem(last=False)
-            distrust = self._distrusted.get(signer)
-            if distrust is not None and distrust.until > now.instant:
-                continue  # it is said again
-            if self._is_to_look_into(case, signer):
-                digest = self._heard[case].by_signer[signer].accusation.evidence
-                self._inquiry = _Inquiry(case, signer, digest, after(now.instant, ANSWER_TIMEOUT))
-                self._effects.append(Send(signer, EvidenceRequest(digest)))
-                return
+        for signer in list(self._waiting):
+            if self._heard_at(signer) > now.instant:
+                continue
+            cases = self._waiting.pop(signer)
+            while cases:
+                case, _ = cases.popitem()  # the newest: evidence is kept of few
+                if self._is_to_look_into(case, signer):
+                    if cases:
+                        self._waiting[signer] = cases  # behind the others
+                    digest = self._heard[case].by_signer[signer].accusation.evidence
+                    self._inquiry = _Inquiry(case, signer, digest, after(now.instant, ANSWER_TIMEOUT))
+                    self._effects.append(Send(signer, EvidenceRequest(digest)))
+                    return
+
+    def _signer(self, node_id: NodeId) -> _Signer:
+        """What is remembered of it; of a new one nothing, and of who was not looked into longest no more."""
+        signer = self._signers.pop(node_id, None) or _Signer()
+        self._signers[node_id] = signer
+        while len(self._signers) > SIGNERS_REMEMBERED:
+            self._signers.popitem(last=False)
+        return signer
+
+    def _heard_at(self, node_id: NodeId) -> Instant:
+        signer = self._signers.get(node_id)
+        return signer.heard_at() if signer is not None else _LONG_AGO
+
+    def _doubt(self, inquiry: _Inquiry, reason: str, now: Now) -> None:
+        """Nothing came of it: that shows nothing of the accused, and costs its signer some time."""
+        signer = self._signer(inquiry.signer)
+        signer.unshown += 1
+        lasts = min(UNSHOWN_MAX, UNSHOWN_FIRST << min(signer.unshown - 1, 16))
+        self._distrust(inquiry, signer, Duration(lasts), "accusation_not_shown", reason, now)
 
     def _refute(self, inquiry: _Inquiry, reason: str, now: Now) -> None:
         """What this signer says of the accused is not so: it is forgotten, and the signer believed less."""
-        heard = self._heard.get(inquiry.case)
-        if heard is not None:
-            heard.by_signer.pop(inquiry.signer, None)
-        before = self._distrusted.pop(inquiry.signer, None)
-        failures = before.failures + 1 if before is not None else 1
-        lasts = min(DISTRUST_MAX, DISTRUST_FIRST << min(failures - 1, 16))
-        self._distrusted[inquiry.signer] = _Distrust(failures, after(now.instant, Duration(lasts)))
-        while len(self._distrusted) > DISTRUSTED_MAX:
-            del self._distrusted[min(self._distrusted, key=lambda each: (self._distrusted[each].until, each))]
+        self._forget(inquiry.case, inquiry.signer)
+        signer = self._signer(inquiry.signer)
+        signer.refuted += 1
+        lasts = min(DISTRUST_MAX, DISTRUST_FIRST << min(signer.refuted - 1, 16))
+        self._distrust(inquiry, signer, Duration(lasts), "accusation_refuted", reason, now)
+
+    def _distrust(
+        self, inquiry: _Inquiry, signer: _Signer, lasts: Duration, event: str, reason: str, now: Now
+    ) -> None:
+        signer.distrusted_until = max(signer.distrusted_until, after(now.instant, lasts))
         fields = (
             ("node", inquiry.case.node_id),
             ("accuser", inquiry.signer),
             ("reason", as_sentence(reason)),
         )
-        self._effects.append(Notice("accusation_refuted", fields))
+        self._effects.append(Notice(event, fields))
         self._end(now)
 
     def _end(self, now: Now) -> None:
-        self._inquiry = None
+        inquiry, self._inquiry = self._inquiry, None
+        if inquiry is not None and inquiry.evidence:
+            spent = Duration(now.instant - inquiry.shown_at)
+            self._signer(inquiry.signer).note_time(now.instant, spent)
         self._free_at = after(now.instant, SPACING)
         self._look(now)
 
@@ -398,23 +467,37 @@ class Accusations:
 
     def _hold(self, case: _Case, signer: NodeId, held: _Held) -> bool:
         """Hold what this signer says now of a node; whether it is news."""
-        heard = self._heard.get(case)
-        if heard is None:
-            heard = self._heard[case] = _Heard()
-            while len(self._heard) > ACCUSED_MAX:
-                others = (each for each in self._heard if each != case)
-                del self._heard[min(others, key=lambda each: self._node_id in self._heard[each].by_signer)]
+        heard = self._heard.setdefault(case, _Heard())
         before = heard.by_signer.get(signer)
         if before is not None and before.accusation.issued >= held.accusation.issued:
             return before.data == held.data  # said again: it may not have been looked into
-        heard.by_signer.pop(signer, None)
         heard.by_signer[signer] = held
-        while len(heard.by_signer) > SIGNERS_MAX:
-            surplus = (each for each in heard.by_signer if not self._is_heard(each))
-            gone = next(surplus, next(iter(heard.by_signer)))
-            del heard.by_signer[gone]
+        said = self._said.setdefault(signer, OrderedDict())
+        said.pop(case, None)
+        said[case] = None
+        if len(said) > ACCUSED_OF_SIGNER_MAX:
+            self._forget(next(iter(said)), signer)
+        if len(self._said) > SIGNERS_MAX:
+            others = (each for each in self._said if each not in (signer, self._node_id))
+            gone = min(others, key=self._is_heard)
+            for each in list(self._said[gone]):
+                self._forget(each, gone)
         self._count(case)
         return True
+
+    def _forget(self, case: _Case, signer: NodeId) -> None:
+        """What this signer says of a node, wherever it is noted."""
+        heard = self._heard.get(case)
+        if heard is not None:
+            heard.by_signer.pop(signer, None)
+            if not heard.by_signer:
+                del self._heard[case]
+        for table in (self._said, self._waiting):
+            cases = table.get(signer)
+            if cases is not None:
+                cases.pop(case, None)
+                if not cases:
+                    del table[signer]
 
     def _count(self, case: _Case) -> None:
         """Whether enough electors say the same of a node by now: told once for each thing they agree on."""
@@ -436,16 +519,10 @@ class Accusations:
     def _repeat(self, now: Now) -> None:
         """Say our accusations again that are not over, and forget whatever is."""
         self._repeat_at = None
-        for case in list(self._heard):
-            heard = self._heard[case]
-            for signer in [
-                each
-                for each, held in heard.by_signer.items()
-                if has_expired(held.accusation.expires, now.wall)
-            ]:
-                del heard.by_signer[signer]
-            if not heard.by_signer:
-                del self._heard[case]
+        for case, heard in list(self._heard.items()):
+            for signer, held in list(heard.by_signer.items()):
+                if has_expired(held.accusation.expires, now.wall):
+                    self._forget(case, signer)
         for data in self._own(now):
             self._effects.append(Publish("records", data))
             self._repeat_at = after(now.instant, REPEAT_INTERVAL)

@@ -91,7 +91,7 @@ class AuditorDuty:
             except (KvasirError, RemoteProtocolError, trio.TooSlowError) as error:
                 reason = as_sentence(str(error) or type(error).__name__)
                 if isinstance(due, RecomputationDue):
-                    result = Recomputed(node_id, None, reason, 0, is_conclusive=False)
+                    result = Recomputed(node_id, due.digest, None, reason, 0, is_conclusive=False)
                 else:
                     result = ChallengeFailed(node_id, reason)
             self._core.command(result)
@@ -102,13 +102,15 @@ class AuditorDuty:
         engine, record = self._holder.engine, self._core.record_of(due.node_id)
         if engine is None:
             raise EngineFailed("the worker engine is not running")
+        if record is None or record.claim_digest() != due.claim_digest:
+            raise TransportUnavailable("it does not claim any more what its rows were given under")
         request = RecomputeRows(
             request=engine.next_request(),
             manifest_path=str(self._model.manifest_path),
             source_path=str(self._model.source_path),
             evidence=due.evidence,
-            adds_in_f32=record is None or record.adds_in_f32,
-            activation=record.activation_format if record is not None else "",
+            adds_in_f32=record.adds_in_f32,
+            activation=record.activation_format,
         )
         found = await engine.exchange(request, RowsRecomputed, CHALLENGE_TIMEOUT_S)
         log.info(
@@ -120,6 +122,7 @@ class AuditorDuty:
         )
         return Recomputed(
             due.node_id,
+            due.digest,
             found.outcome if found.outcome in ("unfit", "quarantined") else None,
             found.reason,
             found.n_rows,

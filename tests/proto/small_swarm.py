@@ -119,7 +119,7 @@ class SmallNode:
 
 
 def _not_recomputed(_elector: NodeId, due: RecomputationDue) -> Recomputed:
-    return Recomputed(due.node_id, None, "nobody knows how", 0, is_conclusive=False)
+    return Recomputed(due.node_id, due.digest, None, "nobody knows how", 0, is_conclusive=False)
 
 
 def _not_challenged(_auditor: NodeId, challenged: NodeId) -> ChallengeResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,17 +21,23 @@ from kvasir_proto.accusation import (
     sign_accusation,
 )
 from kvasir_proto.accusations import (
-    ACCUSED_MAX,
+    ACCUSED_OF_SIGNER_MAX,
     ANSWER_TIMEOUT,
     DISTRUST_FIRST,
     EVIDENCE_KEPT,
+    RECOMPUTE_TIME_HOURLY,
+    RECOMPUTE_TIMEOUT,
     REPEAT_INTERVAL,
-    WAITING_MAX,
+    SIGNERS_MAX,
+    UNSHOWN_FIRST,
+    UNSHOWN_MAX,
     Accusations,
     Accuse,
     Agreed,
     RecomputationDue,
     Recomputed,
+    _Case,
+    _Heard,
 )
 from kvasir_proto.audit.evidence import ROW_EVIDENCE, rows_shown
 from kvasir_proto.codec import decode, encode
@@ -86,7 +93,7 @@ def recomputed(due: RecomputationDue) -> Recomputed:
         x, answer = (memoryview(each).cast("f")[0] for each in (row.x, row.answer))
         wrong += answer != x * HONEST
     word: Any = "quarantined" if wrong >= 3 else None
-    return Recomputed(due.node_id, word, f"{wrong} rows", wrong)
+    return Recomputed(due.node_id, due.digest, word, f"{wrong} rows", wrong)
 
 
 def accuse(evidence: bytes, number: int = 20, **changes: Any) -> Accuse:
@@ -159,6 +166,12 @@ class Electors:
     agreed: dict[int, list[Agreed]] = field(default_factory=dict)
     recompute: Callable[[RecomputationDue], Recomputed] = recomputed
     n_recomputed: int = 0
+    takes: Callable[[RecomputationDue], Duration] = lambda due: Duration(0)
+    """How long a recomputation of that takes."""
+    busy: list[tuple[int, Instant, Duration, RecomputationDue]] = field(default_factory=list)
+    """Recomputations that are not over: whose, from when, how long, of what."""
+    spent: list[tuple[int, Instant, Duration, bytes]] = field(default_factory=list)
+    """All there were: whose, from when, how long, of which evidence."""
     evidence_of_liars: dict[bytes, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,7 +219,12 @@ class Electors:
                 self.receive(self.number_of(to), message, node(number))
             case RecomputationDue():
                 self.n_recomputed += 1
-                core.finish(self.recompute(effect), self.now)
+                lasts = self.takes(effect)
+                self.spent.append((number, self.now.instant, lasts, effect.evidence))
+                if lasts:
+                    self.busy.append((number, self.now.instant, lasts, effect))
+                else:
+                    core.finish(self.recompute(effect), self.now)
             case Agreed():
                 self.agreed[number].append(effect)
             case Notice():
@@ -237,9 +255,13 @@ class Electors:
         end = after(self.now.instant, duration)
         while True:
             due = [at for core in self.all.values() if (at := core.next_deadline()) is not None and at <= end]
+            due += [over for _, at, lasts, _ in self.busy if (over := after(at, lasts)) <= end]
             moment = max(self.now.instant, min(due, default=end))
             passed = Duration(moment - self.now.instant)
             self.now = Now(moment, after(self.now.wall, passed))
+            for each in [each for each in self.busy if after(each[1], each[2]) <= moment]:
+                self.busy.remove(each)
+                self.all[each[0]].finish(self.recompute(each[3]), self.now)
             for core in self.all.values():
                 core.tick(self.now)
             self.settle()
@@ -276,7 +298,7 @@ def test_what_electors_find_too_is_the_swarms_verdict_and_everybody_hears_it() -
 
 def test_one_accusation_binds_nobody_but_its_signer() -> None:
     world = Electors(
-        5, recompute=lambda due: Recomputed(due.node_id, None, "no file", 0, is_conclusive=False)
+        5, recompute=lambda due: Recomputed(due.node_id, due.digest, None, "no file", 0, is_conclusive=False)
     )
     world.all[1].accuse(accuse(WRONG_ROWS), NOW)
     world.settle()
@@ -441,11 +463,11 @@ def test_who_starts_again_goes_on_to_say_what_is_its_own_and_nothing_else() -> N
 def test_tables_are_bounded() -> None:
     world = Electors(5, liars=frozenset({1}))
     core = world.all[2]
-    for number in range(ACCUSED_MAX + WAITING_MAX):
+    for number in range(ACCUSED_OF_SIGNER_MAX + 40):
         said = accusation(100 + number)
         core.take(sign_accusation(said, key_of(1), SWARM.digest), NOW)
-    assert len(core._heard) <= ACCUSED_MAX
-    assert len(core._waiting) <= WAITING_MAX
+    assert len(core._heard) == len(core._said[node(1)]) == ACCUSED_OF_SIGNER_MAX
+    assert len(core._waiting[node(1)]) <= ACCUSED_OF_SIGNER_MAX
     for number in range(20, 20 + EVIDENCE_KEPT + 2):
         core.accuse(accuse(evidence_of(number, WRONG), number), NOW)
     assert len(core._evidence) == EVIDENCE_KEPT
@@ -461,6 +483,211 @@ def test_nobody_accuses_by_what_shows_nothing() -> None:
     ):
         world.all[1].accuse(accuse(evidence, **changes), NOW)  # type: ignore[arg-type]
     assert [type(each) for each in world.all[1].drain()] == [Notice] * 3
+
+
+def say(core: Accusations, signer: int, number: int, now: Now = NOW, **changes: Any) -> bool:
+    """Have it hear this signer's accusation of that node."""
+    expires = after(now.wall, ACCUSATION_LIFETIME)
+    said = accusation(number, issued=now.wall, expires=expires, **changes)
+    return core.take(sign_accusation(said, key_of(signer), SWARM.digest), now)
+
+
+def later(moments: Duration) -> Now:
+    return Now(after(NOW.instant, moments), after(NOW.wall, moments))
+
+
+def test_made_up_accusations_take_no_other_signers_place() -> None:
+    """Three electors say so of one node, and a fourth of very many in between, to one who does not vote."""
+    world = Electors(7)
+    member = world.all[50]
+    for step, signer in enumerate((3, 4, 5)):
+        assert say(member, signer, 20, later(seconds(100 * step)))
+        for number in range(300):
+            claim = hashlib.sha256(bytes([step, number // 256, number % 256])).digest()
+            say(member, 1, 21, later(seconds(100 * step)), claim_digest=claim)
+    assert [each.node_id for each in member.drain() if isinstance(each, Agreed)] == [ACCUSED]
+    assert len(member._heard) <= ACCUSED_OF_SIGNER_MAX + 1
+
+
+def test_nobody_is_asked_about_whom_nobody_knows() -> None:
+    world = Electors(5, claims={node(99): None})
+    assert not say(world.all[2], 1, 99)
+    assert world.all[2].drain() == []
+    world.claims[node(99)] = CLAIM
+    assert say(world.all[2], 1, 99), "said again, when its record has come"
+    assert world.all[2].drain()
+
+
+def test_accusations_of_former_electors_are_let_go_of_first() -> None:
+    core = Electors(7).all[2]
+    for number in range(100, 140):
+        core.know_electors(frozenset({node(2), node(3), node(number)}))
+        say(core, number, 21)
+        say(core, 3, 20)
+    assert len(core._said) <= SIGNERS_MAX
+    assert node(3) in core._said
+    assert len(core._heard) == 2
+
+
+def test_silence_costs_its_signer_a_minute_then_two_and_nobody_else_anything() -> None:
+    core = Electors(5).all[2]
+    asked: list[Instant] = []
+    end = seconds(3600)
+    now = NOW
+    while now.instant < after(NOW.instant, end):
+        for number in range(100, 103):
+            say(core, 1, number, now)
+        core.tick(now)
+        asked += [now.instant for each in core.drain() if isinstance(each, Send)]
+        now = Now(after(now.instant, seconds(10)), after(now.wall, seconds(10)))
+    apart = [int(b - a) // 10**9 for a, b in pairwise(asked)]
+    waits = [ANSWER_TIMEOUT + min(UNSHOWN_MAX, UNSHOWN_FIRST << each) for each in range(len(apart))]
+    assert apart == [each // 10**9 for each in waits]
+    assert len(asked) == 7
+
+
+def test_what_is_borne_out_ends_distrust_for_silence_alone() -> None:
+    core = Electors(5).all[2]
+    say(core, 1, 20)
+    core.tick(later(ANSWER_TIMEOUT))
+    signer = core._signers[node(1)]
+    assert signer.unshown == 1
+    say(core, 1, 20, now := later(seconds(100)))
+    core.receive(EvidenceReply(WRONG_ROWS), node(1), now)
+    (due,) = [each for each in core.drain() if isinstance(each, RecomputationDue)]
+    core.finish(recomputed(due), now)
+    assert (signer.unshown, signer.refuted) == (0, 0)
+
+
+def test_a_late_result_is_no_result_of_another_inquiry() -> None:
+    """Of rows that are right, of the same node, from a signer whose time was over."""
+    core = Electors(5).all[2]
+    say(core, 1, 20, evidence=hashlib.sha256(RIGHT_ROWS).digest())
+    core.receive(EvidenceReply(RIGHT_ROWS), node(1), NOW)
+    (late,) = [each for each in core.drain() if isinstance(each, RecomputationDue)]
+    core.tick(now := later(seconds(130)))
+    say(core, 3, 20, now)
+    core.tick(now := later(seconds(140)))
+    core.receive(EvidenceReply(WRONG_ROWS), node(3), now)
+    core.drain()
+    core.finish(recomputed(late), now)
+    assert core.drain() == []
+    core.finish(
+        replace(recomputed(late), digest=hashlib.sha256(WRONG_ROWS).digest(), word="unfit", n_rows=3), now
+    )
+    assert [type(each) for each in core.drain()] == [Publish, Notice, Agreed]
+
+
+@pytest.mark.parametrize("when", ["before it is shown", "while it is recomputed"])
+def test_who_has_other_certificates_meanwhile_is_not_judged_and_nobody_distrusted(when: str) -> None:
+    world = Electors(5)
+    core = world.all[2]
+    say(core, 1, 20)
+    if when == "before it is shown":
+        world.claims[ACCUSED] = OTHER_CLAIM
+    core.receive(EvidenceReply(WRONG_ROWS), node(1), NOW)
+    due = [each for each in core.drain() if isinstance(each, RecomputationDue)]
+    assert bool(due) == (when != "before it is shown")
+    for each in due:
+        world.claims[ACCUSED] = OTHER_CLAIM
+        core.finish(recomputed(each), NOW)
+    assert core._inquiry is None
+    assert core.drain() == []
+    assert all(each.distrusted_until <= NOW.instant for each in core._signers.values())
+
+
+def test_who_forgets_its_own_accusation_while_it_is_recomputed_is_refuted_all_the_same() -> None:
+    core = Electors(5).all[2]
+    say(core, 1, 20, evidence=hashlib.sha256(RIGHT_ROWS).digest())
+    core.receive(EvidenceReply(RIGHT_ROWS), node(1), NOW)
+    (due,) = [each for each in core.drain() if isinstance(each, RecomputationDue)]
+    for number in range(100, 100 + ACCUSED_OF_SIGNER_MAX):
+        say(core, 1, number)
+    assert node(1) not in core._heard.get(_Case(ACCUSED, CLAIM), _Heard()).by_signer
+    core.finish(recomputed(due), NOW)
+    assert core._signers[node(1)].refuted == 1
+
+
+SILENT, VOID, RIGHT = "silent", "void", "right"
+VOID_ROWS = {each: evidence_of(each, WRONG, n_rows=4) for each in range(21, 26)}
+RIGHT_OF = {each: evidence_of(each, HONEST) for each in range(21, 26)}
+HOUR = seconds(3600)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(21, 25), st.sampled_from([SILENT, VOID, RIGHT])), max_size=12),
+            st.integers(1, 900),
+        ),
+        min_size=4,
+        max_size=24,
+    ),
+    st.integers(0, 3),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_one_lying_elector_among_five_delays_the_others_by_one_turn_and_costs_them_its_budget(
+    lies: Sequence[tuple[list[tuple[int, str]], int]], begins: int, void_takes: int, has_accomplices: bool
+) -> None:
+    """It says whatever it likes of five nodes and never runs dry; its evidence takes long and shows nothing.
+
+    With accomplices some of it is even borne out: nodes that give wrong rows, which ends distrust.
+    """
+    world = Electors(5, liars=frozenset({1}))
+
+    def judge(due: RecomputationDue) -> Recomputed:
+        if due.evidence in VOID_ROWS.values() and not has_accomplices:
+            return Recomputed(due.node_id, due.digest, None, "cannot be judged", 0, is_conclusive=False)
+        return recomputed(due)
+
+    world.recompute = judge
+    lied = {*VOID_ROWS.values(), *RIGHT_OF.values()}
+    world.takes = lambda due: seconds(void_takes if due.evidence in lied else 2)
+    for step, (said, pause) in enumerate(lies):
+        for number, kind in said:
+            evidence = {SILENT: b"", VOID: VOID_ROWS[number], RIGHT: RIGHT_OF[number]}[kind]
+            digest = hashlib.sha256(evidence or bytes([number])).digest()
+            expires = after(world.now.wall, ACCUSATION_LIFETIME)
+            made = accusation(number, evidence=digest, issued=world.now.wall, expires=expires)
+            world.lie(1, made, evidence)
+        if step == begins:
+            world.all[2].accuse(accuse(WRONG_ROWS), world.now)
+            world.settle()
+            world.wait(Duration(ANSWER_TIMEOUT + RECOMPUTE_TIMEOUT + seconds(10)))
+            for number in (2, 3, 4, 5, 50):
+                assert (ACCUSED, "quarantined") in world.swarm_verdicts(number)
+        world.wait(seconds(pause))
+    for number in (2, 3, 4, 5):
+        # Nobody waits for longer than the time limit, whatever its engine does then.
+        used = [
+            (at, min(lasts, RECOMPUTE_TIMEOUT))
+            for who, at, lasts, evidence in world.spent
+            if who == number and evidence in lied
+        ]
+        for begin, _ in used:
+            within = sum(lasts for at, lasts in used if begin <= at < after(begin, HOUR))
+            assert within <= 2 * RECOMPUTE_TIME_HOURLY
+        hours = (world.now.instant - NOW.instant) / HOUR
+        assert sum(lasts for _, lasts in used) <= RECOMPUTE_TIME_HOURLY * (1 + hours)
+
+
+def test_true_accusations_without_end_take_the_budget_and_then_wait_for_it() -> None:
+    """A liar that spends accomplices: each is borne out, so nothing but the budget bounds it."""
+    accomplices = {each: evidence_of(each, WRONG) for each in range(21, 61)}
+    world = Electors(5, liars=frozenset({1}))
+    world.takes = lambda due: seconds(30)
+    for number, evidence in accomplices.items():
+        made = accusation(number, evidence=hashlib.sha256(evidence).digest())
+        world.lie(1, made, evidence)
+    world.wait(HOUR)
+    used = [lasts for who, _, lasts, _ in world.spent if who == 2]
+    assert RECOMPUTE_TIME_HOURLY <= sum(used) <= 2 * RECOMPUTE_TIME_HOURLY
+    assert len(used) < len(accomplices)
+    n_before = len(used)
+    world.wait(HOUR)
+    assert n_before < len([0 for who, _, _, _ in world.spent if who == 2]), "what waits has its turn"
 
 
 SHOWN = [evidence for _, evidence in LIES.values()] + [WRONG_ROWS]
