@@ -134,6 +134,10 @@ class _Case(NamedTuple):
     claim_digest: bytes
 
 
+_CasesBySigner: TypeAlias = OrderedDict[NodeId, OrderedDict[_Case, None]]
+"""Of each signer the oldest first."""
+
+
 @dataclass(slots=True)
 class _Inquiry:
     """What is being looked into: whose word it is, and what of it there is by now."""
@@ -153,6 +157,7 @@ class _Signer:
 
     refuted: int = 0
     unshown: int = 0
+    asked_at: Instant = _LONG_AGO
     distrusted_until: Instant = _LONG_AGO
     time_left: Duration = RECOMPUTE_TIME_HOURLY
     counted_at: Instant = _LONG_AGO
@@ -201,8 +206,8 @@ class Accusations:
         self._backbone: NodeId | None = None
         self._heard: OrderedDict[_Case, _Heard] = OrderedDict()
         self._evidence: OrderedDict[bytes, bytes] = OrderedDict()
-        self._said: OrderedDict[NodeId, OrderedDict[_Case, None]] = OrderedDict()
-        self._waiting: OrderedDict[NodeId, OrderedDict[_Case, None]] = OrderedDict()
+        self._said: _CasesBySigner = OrderedDict()
+        self._waiting: _CasesBySigner = OrderedDict()
         self._inquiry: _Inquiry | None = None
         self._free_at = Instant(0)
         self._signers: OrderedDict[NodeId, _Signer] = OrderedDict()
@@ -373,15 +378,14 @@ class Accusations:
         """Ask for the evidence of the next accusation, if nothing else is being looked into."""
         if self._inquiry is not None or now.instant < self._free_at:
             return
-        for signer in list(self._waiting):
+        for signer in sorted(self._waiting, key=self._asked_at):
             if self._heard_at(signer) > now.instant:
                 continue
-            cases = self._waiting.pop(signer)
-            while cases:
-                case, _ = cases.popitem()  # the newest: evidence is kept of few
+            while signer in self._waiting:
+                case = next(reversed(self._waiting[signer]))  # the newest: evidence is kept of few
+                self._let_go(self._waiting, case, signer)
                 if self._is_to_look_into(case, signer):
-                    if cases:
-                        self._waiting[signer] = cases  # behind the others
+                    self._signer(signer).asked_at = now.instant
                     digest = self._heard[case].by_signer[signer].accusation.evidence
                     self._inquiry = _Inquiry(case, signer, digest, after(now.instant, ANSWER_TIMEOUT))
                     self._effects.append(Send(signer, EvidenceRequest(digest)))
@@ -398,6 +402,11 @@ class Accusations:
     def _heard_at(self, node_id: NodeId) -> Instant:
         signer = self._signers.get(node_id)
         return signer.heard_at() if signer is not None else _LONG_AGO
+
+    def _asked_at(self, node_id: NodeId) -> Instant:
+        """When it had its turn last; whoever waits longest has the next one."""
+        signer = self._signers.get(node_id)
+        return signer.asked_at if signer is not None else _LONG_AGO
 
     def _doubt(self, inquiry: _Inquiry, reason: str, now: Now) -> None:
         """Nothing came of it: that shows nothing of the accused, and costs its signer some time."""
@@ -492,12 +501,16 @@ class Accusations:
             heard.by_signer.pop(signer, None)
             if not heard.by_signer:
                 del self._heard[case]
-        for table in (self._said, self._waiting):
-            cases = table.get(signer)
-            if cases is not None:
-                cases.pop(case, None)
-                if not cases:
-                    del table[signer]
+        self._let_go(self._said, case, signer)
+        self._let_go(self._waiting, case, signer)
+
+    @staticmethod
+    def _let_go(table: _CasesBySigner, case: _Case, signer: NodeId) -> None:
+        cases = table.get(signer)
+        if cases is not None:
+            cases.pop(case, None)
+            if not cases:
+                del table[signer]
 
     def _count(self, case: _Case) -> None:
         """Whether enough electors say the same of a node by now: told once for each thing they agree on."""

@@ -546,6 +546,52 @@ def test_silence_costs_its_signer_a_minute_then_two_and_nobody_else_anything() -
     assert len(asked) == 7
 
 
+@pytest.mark.parametrize("ends", ["not judged", "not in time"])
+def test_rows_that_cannot_be_judged_cost_their_signer_time_and_nobody_else_anything(ends: str) -> None:
+    """And a signer whose turn it is not gets the next one at once."""
+    core = Electors(5).all[2]
+    for number in (20, 21):
+        say(core, 1, number)
+    say(core, 3, 22)
+    core.receive(EvidenceReply(WRONG_ROWS), node(1), NOW)
+    (due,) = [each for each in core.drain() if isinstance(each, RecomputationDue)]
+    if ends == "not judged":
+        core.finish(replace(recomputed(due), word=None, is_conclusive=False), now := NOW)
+    else:
+        core.tick(now := later(RECOMPUTE_TIMEOUT))
+    core.tick(Now(after(now.instant, seconds(1)), now.wall))
+    said, asked = core.drain()
+    assert isinstance(said, Notice)
+    assert said.event == "accusation_not_shown"
+    assert isinstance(asked, Send)
+    assert asked.to == node(3), "it has another one waiting"
+    signer = core._signers[node(1)]
+    assert signer.distrusted_until == after(now.instant, UNSHOWN_FIRST)
+    assert signer.time_left == RECOMPUTE_TIME_HOURLY - (0 if ends == "not judged" else RECOMPUTE_TIMEOUT)
+
+
+def test_signers_have_their_turns() -> None:
+    core = Electors(7).all[2]
+    for number in range(20, 25):
+        say(core, 1, number)
+    for signer in (3, 4):
+        for number in range(25, 27):
+            say(core, signer, number)
+    asked: list[NodeId] = []
+    now = NOW
+    for _ in range(20):
+        for each in core.drain():
+            if isinstance(each, Send):
+                asked.append(each.to)
+                core._end(now)  # as if nothing had come of it and nobody were distrusted for it
+        now = Now(after(now.instant, seconds(1)), now.wall)
+        core.tick(now)
+    turns = [node(each) for each in (1, 3, 4, 1, 3, 4, 1, 1, 1)]
+    assert sorted(asked[:3]) == sorted(turns[:3])
+    assert sorted(asked[3:6]) == sorted(turns[:3])
+    assert asked[6:] == turns[6:]
+
+
 def test_what_is_borne_out_ends_distrust_for_silence_alone() -> None:
     core = Electors(5).all[2]
     say(core, 1, 20)
