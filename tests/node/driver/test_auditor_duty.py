@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from trio.testing import MockClock
 
 from kvasir_node.certification.certify import expert_program
 from kvasir_node.model.store import StoredModel
+from kvasir_proto.accusations import RecomputationDue
 from kvasir_proto.capability import RankVerdict
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import EngineFailed
+from kvasir_proto.errors import EngineFailed, TransportUnavailable
+from kvasir_proto.ids import node_id_of
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
     ChallengeHolder,
@@ -150,6 +153,29 @@ async def test_an_auditor_without_an_engine_tries_again_later(
         await until(lambda: founder.duty._holder.engine is None)  # type: ignore[union-attr]
         with pytest.raises(EngineFailed, match="not running"):
             await auditor._challenge(other.node_id)
+
+
+async def test_rows_are_judged_by_the_claim_that_they_were_given_under_or_not_at_all(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_nodes(model, tmp_path) as world:
+        world.start(0, 1, 2)
+        await until(world.is_ready)
+        elector, other = world.nodes[0], world.nodes[1]
+        auditor = elector.duty._auditor
+        assert auditor is not None
+        core = elector.duty._core
+        await until(lambda: core is not None and core.record_of(other.node_id) is not None)
+        due = RecomputationDue(other.node_id, own_record(other).claim_digest(), b"rows", bytes(32))
+        assert (await auditor._recompute(due)).digest == due.digest
+        n_asked = len(worker_engine(elector).received)
+        for changed in (
+            replace(due, claim_digest=bytes([7]) * 32),
+            replace(due, node_id=node_id_of(bytes(32))),
+        ):
+            with pytest.raises(TransportUnavailable, match="claim"):
+                await auditor._recompute(changed)
+        assert len(worker_engine(elector).received) == n_asked
 
 
 async def found_out(
