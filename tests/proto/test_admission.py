@@ -161,7 +161,7 @@ def test_invite_comes_back_from_its_text_however_it_was_broken() -> None:
     assert parse_invite(text) == parse_invite(broken) == INVITE
 
 
-GOLDEN_INVITE = "05c944e06e63dde18227b0d14ff781fa757ffc122a8999697f5f848f42a2fcdf"
+GOLDEN_INVITE = "8f43906a2b9f24e75fd679faaefda07d989d8e7cddaf942831097e6cfb666eaa"
 """SHA-256 of its text."""
 
 

@@ -38,7 +38,7 @@ def test_what_cannot_take_results_is_a_usage_error(tmp_path: Path, what: str) ->
 def test_nothing_is_measured_for_results_that_cannot_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(measure_report, "backends_here", None)
+    monkeypatch.setattr(measure_report, "_measure_operations", None)
     (tmp_path / "out").write_text("")
     outcome = call("measure", command, "--out", str(tmp_path / "out"), home=tmp_path)
     assert outcome.status == 2
