@@ -24,7 +24,7 @@ from kvasir_proto.audit.evidence import (
 )
 from kvasir_proto.audit.reply_chain import SEALED_REPLIES_MAX, last_link
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
+from kvasir_proto.errors import LocalProtocolError
 from kvasir_proto.ids import NodeId
 
 ROWS_SHOWN: Final = 2 * ROWS_NEEDED
@@ -124,13 +124,7 @@ def _evidence_of(wrong: tuple[Wrong, ...]) -> RowEvidence | None:
 def _is_sealed_well(exchange: Exchange) -> bool:
     segment = exchange.segment
     assert segment is not None
-    if len(segment.digests) > SEALED_REPLIES_MAX:
-        return False
-    try:
-        segment.check(exchange.log)
-    except RemoteProtocolError:
-        return False
-    return True
+    return len(segment.digests) <= SEALED_REPLIES_MAX and segment.is_evidence(exchange.log)
 
 
 def _exhibit(exchange: Exchange, pairs: list[int]) -> Exhibit:

@@ -18,6 +18,7 @@ from kvasir_proto.audit.evidence import EXHIBIT_BYTES_MAX, PROGRAMS_TOLD_MAX
 from kvasir_proto.audit.reply_chain import (
     FIRST_LINK,
     SEALED_REPLIES,
+    Seal,
     last_link,
     link_said,
     next_program,
@@ -47,7 +48,11 @@ class Segment:
     came_at: int
 
     def check(self, log: ReplyLog) -> None:
-        """Raise `RemoteProtocolError` if the seal is not of this segment, this claim and this time."""
+        """Raise `RemoteProtocolError` if the seal is not of this segment and this claim.
+
+        A seal of another time is no evidence, and else nothing: no token hangs on a wall clock. Whose rows
+        are wanted as evidence has to get it right all the same.
+        """
         seal = open_seal(self.seal, log.model_digest, log.engine_key)
         if seal.n_replies != self.n_before + len(self.digests):
             raise RemoteProtocolError("its seal is of another number of replies", "unaccountable")
@@ -55,10 +60,21 @@ class Segment:
             raise RemoteProtocolError("its seal is of other replies than it gave", "unaccountable")
         if seal.programs not in log.told:
             raise RemoteProtocolError("its seal is of programs that it was not told", "unaccountable")
-        if abs(seal.at - self.came_at) > CLOCK_SKEW_MAX:
-            raise RemoteProtocolError("its seal is of another time", "clock_wrong")
+        if log.is_wanted and not self._is_timely(seal):
+            raise RemoteProtocolError("its seal is of another time", "unaccountable")
         if seal.claim != log.claim:
             raise RemoteProtocolError("it answers as a node with other certificates", "stale_claim")
+
+    def is_evidence(self, log: ReplyLog) -> bool:
+        """Whether the seal is one that others take as proof."""
+        try:
+            self.check(log)
+            return self._is_timely(open_seal(self.seal, log.model_digest, log.engine_key))
+        except RemoteProtocolError:
+            return False
+
+    def _is_timely(self, seal: Seal) -> bool:
+        return abs(seal.at - self.came_at) <= CLOCK_SKEW_MAX
 
 
 @dataclass(eq=False, slots=True)
