@@ -10,12 +10,17 @@ import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import trio
 
 from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.manifest import ShardSet
+
+_AT_ONCE: Final = trio.CapacityLimiter(4)
+"""Fetches that go on, or wait for another process's, in threads: those that nobody wants any more end by
+themselves, and until then keep nobody else's work from a thread."""
 
 
 class _Unwanted(Exception):
@@ -51,7 +56,7 @@ class ExpertsOnDisk:
                 self._hold_instead(holding, gone)
 
         try:
-            await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=_AT_ONCE)
         finally:
             gone.set()
 

@@ -1,7 +1,8 @@
 """The address of a model file on a web server, with as much of a path's manners as naming parts needs.
 
 Decides which addresses are taken: `http` and `https`, a host, no credentials. It is shown without its query,
-which may be a signature that gives access. It fetches nothing; `http_file` does.
+which may be a signature that gives access, and without credentials where it is refused for them. It fetches
+nothing; `http_file` does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvasir_proto.errors import UsageError
 
 URL_LENGTH_MAX: Final = 2048
 
+_CREDENTIALS: Final = re.compile(r"//[^/]*@")
 _BEGIN: Final = re.compile(r"https?://", re.IGNORECASE)
 
 
@@ -37,7 +39,7 @@ class ModelUrl:
             raise UsageError(f"{self} is no address of the form https://HOST/PATH")
         if parts.username is not None or parts.password is not None:
             raise UsageError("an address with a user's name or password cannot be used")
-        if not self.name:
+        if not self.name or "/" in self.name or not self.name.isprintable():
             raise UsageError(f"{self} does not end in the name of a file")
 
     @property
@@ -57,7 +59,7 @@ class ModelUrl:
         return ModelUrl(urlunsplit(parts._replace(path=path)))
 
     def __str__(self) -> str:
-        return self.url.partition("?")[0].partition("#")[0]
+        return _CREDENTIALS.sub("//", self.url.partition("?")[0].partition("#")[0])
 
 
 Location: TypeAlias = Path | ModelUrl
