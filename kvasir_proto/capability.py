@@ -160,11 +160,12 @@ class CapabilityRecord:
         return formats.pop() if len(formats) == 1 else ""
 
     def claim_digest(self) -> bytes:
-        """The digest of the certificates that speak for the node, b"" without any: another one after it was
-        certified anew.
+        """The digest of the certificates that speak for the node and of what its rows are held to, b""
+        without any: another one after it was certified anew, or says that it computes otherwise.
         """
         certificates = sorted({each.certificate for each in self.verdicts})
-        return hashlib.sha256(b"".join(certificates)).digest() if certificates else b""
+        held_to = bytes([self.adds_in_f32]) + self.activation_format.encode()
+        return hashlib.sha256(b"".join(certificates) + held_to).digest() if certificates else b""
 
 
 @dataclass(frozen=True, slots=True)

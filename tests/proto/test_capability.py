@@ -230,3 +230,21 @@ def test_longest_lifetime_is_believed_through_the_tolerated_skew() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         open_record(data, SWARM, WallTime(behind - 1))
     assert caught.value.code == "out_of_bounds"
+
+
+def test_a_node_that_says_that_it_computes_otherwise_claims_something_else() -> None:
+    """Or it could be held to less than what its rows were given under, with the same certificates."""
+    certified = dataclasses.replace(
+        RECORD, accumulation="F32", verdicts=(RankVerdict("output", "claimed", bytes(32)),)
+    )
+    other_class = KernelClass(("q8_0",), (1,), "F32", "F32")
+    others = [
+        dataclasses.replace(certified, accumulation="F16"),
+        dataclasses.replace(certified, classes=(other_class,)),
+        dataclasses.replace(certified, verdicts=(RankVerdict("output", "claimed", bytes([1]) * 32),)),
+    ]
+    digests = {each.claim_digest() for each in (certified, *others)}
+    assert len(digests) == 4
+    for change in ({"sequence": 9}, {"state": "loading"}, {"memory_bytes": 7}):
+        assert dataclasses.replace(certified, **change).claim_digest() == certified.claim_digest()
+    assert dataclasses.replace(certified, verdicts=()).claim_digest() == b""
