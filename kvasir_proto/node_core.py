@@ -157,6 +157,9 @@ INTRODUCED_MAX: Final = 4096
 QUARANTINE_AFTER_CHALLENGE: Final[Duration] = milliseconds(600_000)
 """How long a node is planned without, whatever it shows by then, that was found out by a challenge or by
 evidence."""
+_DOUBLED_MAX: Final = 8
+"""How often the time is doubled that a node is planned without which was found out again under other
+certificates; the table has its own limit."""
 _NO_TIME: Final = Duration(0)
 WATCH_INTERVAL: Final[Duration] = milliseconds(1000)
 """How often the backbone looks whether an electorate was made, and how often somebody is asked who the
@@ -1441,7 +1444,9 @@ class NodeCore:
 
     def _take_agreed(self, agreed: Agreed, now: Now) -> None:
         """This node has recomputed rows itself, or enough electors have: it is kept and acted upon."""
-        lasts = QUARANTINE_AFTER_CHALLENGE if agreed.word == "quarantined" else _NO_TIME
+        before = self._verdicts.n_agreed_under_others(agreed.node_id, agreed.claim_digest)
+        is_set = agreed.word == "quarantined" or before > 0
+        lasts = Duration(QUARANTINE_AFTER_CHALLENGE << min(before, _DOUBLED_MAX)) if is_set else _NO_TIME
         verdict = VerdictInForce(
             node_id=agreed.node_id,
             word=agreed.word,

@@ -158,6 +158,12 @@ class VerdictTable:
         """Those of whom there is something, in order."""
         return tuple(sorted({node_id for node_id, _ in self._rows}))
 
+    def n_agreed_under_others(self, node_id: NodeId, claim: bytes) -> int:
+        """How often a swarm found this node out in the last week while it showed other certificates than
+        these: whoever is found out can always show others.
+        """
+        return sum(each.n_electors > 0 and each.claim != claim for each in self._of(node_id))
+
     def drain(self) -> list[Persist]:
         """What is to be kept, once."""
         effects, self._effects = self._effects, []

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from kvasir_proto import answer_times, records
+from kvasir_proto.accusations import Agreed
 from kvasir_proto.admission import (
     Credential,
     InviteIssued,
@@ -51,7 +52,7 @@ from kvasir_proto.placement.plan import Plan
 from kvasir_proto.plan_offers import INFORMING_BYTES_MAX, PlanOffers
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.signing import sign_message
-from kvasir_proto.verdicts_in_force import VerdictInForce
+from kvasir_proto.verdicts_in_force import SET_TIME_MAX, VerdictInForce
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, capability, key_of
 
 
@@ -1138,3 +1139,23 @@ def test_an_unsteady_node_that_is_elected_all_the_same_leaves_the_lease_to_one_t
     assert backbones(swarm) == [first], "while its engine lives there is no reason to go"
     kill_engine(swarm, first, 1)
     swarm.run(seconds(20), lambda: backbones(swarm) == [second])
+
+
+def test_who_is_found_out_again_under_other_certificates_is_planned_without_for_longer() -> None:
+    """What a node shows is its own to choose: new certificates each time were a newcomer's each time."""
+    swarm = SmallSwarm(2)
+    core, accused = swarm.node(1).core, swarm.node(2).node_id
+    assert core is not None
+    now = swarm.now()
+    lasted = []
+    for number in range(12):
+        claim = bytes([number]) * 32
+        core._take_agreed(Agreed(accused, claim, "quarantined", "wrong rows", 3), now)
+        found = core._verdicts.in_force(accused, claim)
+        assert found is not None
+        lasted.append(found.until - now.instant)
+    minutes = seconds(60)
+    assert lasted[:4] == [10 * minutes, 20 * minutes, 40 * minutes, 80 * minutes]
+    assert lasted[-1] == SET_TIME_MAX
+    core._take_agreed(Agreed(swarm.node(1).node_id, bytes(32), "unfit", "sums are short", 3), now)
+    assert core._verdicts.in_force(swarm.node(1).node_id, b"other") is None
