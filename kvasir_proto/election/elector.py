@@ -304,7 +304,7 @@ class Elector:
                 raise RemoteProtocolError("something is known against it", "not_eligible")
         for public_key in sorted(set(newest.members) - set(electorate.members)):
             member = node_id_of(public_key)
-            is_gone = member in self.view.dead or member in self.view.barred or member == self._node_id
+            is_gone = member in self.view.dead or member in self.view.barred
             # Where members may lie, a lying backbone must not drop the honest ones one by one.
             may_go = is_gone or public_key in self._knowledge.liars or len(newest.members) < 4
             if electorate.rule == "open" and not may_go:

@@ -59,6 +59,10 @@ def next_electorate(
         return None
     if silent:
         return _without(current, silent[0])
+    if rule == "open" and len(current) > OPEN_MIN:
+        return (
+            None  # no elector would agree that a living one goes, and a change that is refused blocks others
+        )
     leaving = [each for each in reversed(_best(kept, candidates, backbone)) if each not in wanted]
     return _without(current, leaving[0]) if leaving else None
 

@@ -59,6 +59,11 @@ def step(
         ("abcd", "open", "abce", "d", "", "abcde"),
         ("abcde", "open", "abce", "d", "", "abce"),
         ("abc", "open", "abde", "c", "", "ab"),
+        # no elector of it would agree that one goes which lives: such a change would wait for ever
+        ("abcde", "open", "abcde", "", "", None),
+        ("abcdef", "open", "abcdef", "", "", None),
+        ("abcdef", "open", "abcde", "", "", None),
+        ("abcdef", "open", "abcdef", "b", "", "acdef"),
         # a liar leaves at once, whatever that costs, and does not come back
         ("abcd", "open", "abcd", "", "d", "abc"),
         ("abc", "open", "abcd", "", "d", None),

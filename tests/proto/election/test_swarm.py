@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from kvasir_proto.election.requests import SetCandidacy, StepDown
+from kvasir_proto.election.requests import ChangeElectorate, SetCandidacy, StepDown
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.messages.election import ElectionMessage, PreVoteRequest, VoteRefusal
 from kvasir_proto.term_proof import ElectorateRule
@@ -180,6 +180,22 @@ def test_candidates_far_behind_ask_less_often_and_the_best_outsider_as_before(el
     tries = 1 if electors_answer else 3  # within its patience it asks those again that do not answer
     assert tries * 7 * 240 / 14 < asked[near] < tries * 7 * 240 / 10
     assert 0 < asked[far] < asked[near] / 5
+
+
+def test_nobody_endorses_that_a_living_elector_goes_not_even_that_one() -> None:
+    """A change that one has endorsed has to be finished, in this term or the next: it would wait for ever."""
+    swarm = grown(1, 5, "open")
+    swarm.grows = False
+    backbone = swarm.nodes.index(swarm.backbones()[0])
+    others = [each for each in electors(swarm) if each != backbone]
+    assert len(others) >= 3
+    remaining = tuple(sorted(IDS[each] for each in (backbone, *others[1:])))
+    swarm.command(backbone, ChangeElectorate(remaining, b""))
+    swarm.run(5_000)
+    for number in electors(swarm):
+        core = swarm.nodes[number].core
+        assert core is not None
+        assert core._elector.accepted_successor()[0] == b""
 
 
 def test_same_seed_same_history() -> None:
