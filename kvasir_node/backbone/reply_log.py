@@ -47,8 +47,8 @@ class Segment:
     seal: bytes
     came_at: int
 
-    def check(self, log: ReplyLog) -> None:
-        """Raise `RemoteProtocolError` if the seal is not of this segment and this claim.
+    def check(self, log: ReplyLog) -> Seal:
+        """What the seal says. Raises `RemoteProtocolError` if it is not of this segment and this claim.
 
         A seal of another time is no evidence, and else nothing: no token hangs on a wall clock. Whose rows
         are wanted as evidence has to get it right all the same.
@@ -64,12 +64,12 @@ class Segment:
             raise RemoteProtocolError("its seal is of another time", "unaccountable")
         if seal.claim != log.claim:
             raise RemoteProtocolError("it answers as a node with other certificates", "stale_claim")
+        return seal
 
     def is_evidence(self, log: ReplyLog) -> bool:
         """Whether the seal is one that others take as proof."""
         try:
-            self.check(log)
-            return self._is_timely(open_seal(self.seal, log.model_digest, log.engine_key))
+            return self._is_timely(self.check(log))
         except RemoteProtocolError:
             return False
 
