@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -32,6 +33,13 @@ def _seeded_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """PoCL keeps what it compiled for the life of a test run, and none of it in anybody's home."""
     os.environ["POCL_CACHE_DIR"] = str(tmp_path_factory.mktemp("pocl"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left_open() -> Iterator[None]:
+    """What the last tests forgot to close fails the last of them: of what shows later, xdist says nothing."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
