@@ -148,6 +148,10 @@ Probability: TypeAlias = Annotated[float, Range(0.0, 1.0)]
 Temperature: TypeAlias = Annotated[float, Range(0.0, 100.0)]
 TOP_K_MAX: Final = (1 << 31) - 1
 TopK: TypeAlias = Annotated[int, Range(0, TOP_K_MAX)]
+Penalty: TypeAlias = Annotated[float, Range(-2.0, 2.0)]
+"""Taken from the logit of a token that there was before; OpenAI's bounds."""
+LogitBias: TypeAlias = Annotated[float, Range(-100.0, 100.0)]
+LOGIT_BIASES_MAX: Final = 1024
 
 # --- bytes --------------------------------------------------------------------------------------------------
 Digest: TypeAlias = Annotated[bytes, Length(32, 32)]
@@ -174,6 +178,7 @@ ShardBytes: TypeAlias = Annotated[bytes, Length(1, SHARD_SIZE_MAX)]
 
 # --- sequences ----------------------------------------------------------------------------------------------
 Tokens: TypeAlias = Annotated[tuple[Token, ...], Length(0, CONTEXT_LENGTH_MAX)]
+LogitBiases: TypeAlias = Annotated[tuple[tuple[Token, LogitBias], ...], Length(0, LOGIT_BIASES_MAX)]
 Versions: TypeAlias = Annotated[tuple[Version, ...], Length(1, VERSIONS_MAX)]
 Addresses: TypeAlias = Annotated[tuple[Address, ...], Length(0, ADDRESSES_MAX)]
 ChunkSizes: TypeAlias = Annotated[tuple[PositionCount, ...], Length(1, CONTEXT_LENGTH_MAX)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvasir_proto.limits import Probability, Seed, Temperature, TopK
+from kvasir_proto.limits import LogitBiases, Penalty, Probability, Seed, Temperature, TopK
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +20,18 @@ class Sampling:
     top_k: TopK = 40
     top_p: Probability = 0.95
     min_p: Probability = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How a client of the gateway wants tokens drawn.
+
+    Before the filters of ``draw``, each token's logit grows by its bias in ``logit_bias`` (pairs of token and
+    bias, in the order of tokens) and shrinks by ``presence_penalty`` if it was generated in this session
+    already, and by ``frequency_penalty`` for each time that it was. Log-probabilities are told without these.
+    """
+
+    draw: Sampling = Sampling()
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBiases = ()

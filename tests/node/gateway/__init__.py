@@ -1,0 +1,1 @@
+"""The gateway: pure parts by tables and properties, the server over streams in memory."""
