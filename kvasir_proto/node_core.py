@@ -1176,8 +1176,10 @@ class NodeCore:
         if members != self._known_members:
             self._known_members = members
             self._election.command(members, now)
-        patience = self._options.election.dead_after
-        waits = [Duration(patience - between(since, now.instant)) for since in self._absent_since.values()]
+        waits = [
+            Duration(self._absence_borne(each) - between(since, now.instant))
+            for each, since in self._absent_since.items()
+        ]
         if any(wait > 0 for wait in waits):
             self._note_change(now.instant, min(wait for wait in waits if wait > 0))
         fence = self._election.fence
@@ -1370,11 +1372,18 @@ class NodeCore:
         return node_id == self._node_id or self._membership.is_live(node_id)
 
     def _long_dead(self, electors: list[NodeId], now: Instant) -> frozenset[NodeId]:
-        """Those electors that are not there for long, dead, gone with a goodbye, or never seen here alike."""
+        """Electors that are not there for long: dead, or never seen here; gone with a goodbye, sooner."""
         absent = [each for each in electors if not self._is_live(each)]
         self._absent_since = {each: self._absent_since.get(each, now) for each in absent}
-        patience = self._options.election.dead_after
-        return frozenset(each for each in absent if between(self._absent_since[each], now) >= patience)
+        return frozenset(
+            each for each in absent if between(self._absent_since[each], now) >= self._absence_borne(each)
+        )
+
+    def _absence_borne(self, elector: NodeId) -> Duration:
+        """For how long its place is kept for an elector that is not there."""
+        member = self._membership.member(elector)
+        options = self._options.election
+        return options.left_after if member is not None and member.state == "left" else options.dead_after
 
     # --- as backbone: who holds what ------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Collects and counts; whom to ask again and what to send is here, when is the core's. Each answer is checked
 for what is cheap before its signature. A vote may bring along an electorate that its elector endorsed and
-that may be committed for all anybody knows: the winner must finish it before it proposes its own.
+that may be committed for all anybody knows (`unfinished`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from kvasir_proto.codec import decode
 from kvasir_proto.election.configuration import Proposal, open_proposal, peek_proposal, require_successor
 from kvasir_proto.election.knowledge import ProvenKnowledge
 from kvasir_proto.election.readiness import open_pre_vote
+from kvasir_proto.election.unfinished import Unfinished
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
 from kvasir_proto.instants import Duration
@@ -37,7 +38,7 @@ class Candidacy:
         self._pre_votes: dict[bytes, bytes] = {}
         self._votes: dict[bytes, Signed] = {}
         self._refusals: dict[bytes, Duration] = {}
-        self._unfinished: tuple[Proposal, bytes] | None = None
+        self.unfinished = Unfinished(electorate)
 
     @property
     def request(self) -> PreVoteRequest | VoteRequest:
@@ -77,11 +78,6 @@ class Candidacy:
         """The term proof of its votes."""
         return make_term_proof(self.electorate, self.term, self._votes.values())
 
-    @property
-    def unfinished(self) -> Proposal | None:
-        """Of the electorates that voters had endorsed, the one proposed last."""
-        return self._unfinished[0] if self._unfinished else None
-
     def take_refusal(self, sender: NodeId, wait: Duration) -> Duration | None:
         """Note that an elector says no, for that long. Once no quorum is left: for how long that stays so.
 
@@ -119,19 +115,16 @@ class Candidacy:
             return
         self._refusals.pop(public_key, None)
         self._votes[public_key] = signed
-        if grant.accepted:
-            self._note_unfinished(grant.accepted, grant.accepted_proof)
+        endorsed = self._open_endorsed(grant.accepted, grant.accepted_proof) if grant.accepted else None
+        self.unfinished.hear(public_key, endorsed)
 
-    def _note_unfinished(self, data: bytes, proof: bytes) -> None:
-        """Keep the proposal of the highest term, if a backbone of that term really made it.
+    def _open_endorsed(self, data: bytes, proof: bytes) -> Proposal | None:
+        """The proposal that an elector endorsed, if a backbone of that term really made it.
 
         Its proof is under our electorate: it is this electorate's successor that is in question. What a liar
         makes up has no proof and is passed over; the vote counts all the same.
         """
         proposal = peek_proposal(data)
-        order = (proposal.epoch, proposal.term)
-        if self._unfinished is not None and order <= (self._unfinished[0].epoch, self._unfinished[0].term):
-            return
         try:
             require_successor(proposal.electorate, self.electorate)
             if decode_term_proof(proof).electorate != self.electorate:
@@ -139,6 +132,5 @@ class Candidacy:
             term = verify_term_proof(proof, self._swarm_digest, self.electorate)
             _, signer = open_proposal(data, self._swarm_digest)
         except RemoteProtocolError:
-            return
-        if term == ProvenTerm(*order, signer):
-            self._unfinished = (proposal, proof)
+            return None
+        return proposal if term == ProvenTerm(proposal.epoch, proposal.term, signer) else None

@@ -51,6 +51,9 @@ from kvasir_proto.limits import ELECTORS_MAX, UINT32_MAX
 from kvasir_proto.messages.election import (
     ELECTION,
     LINKS_MAX,
+    Assent,
+    AssentRequest,
+    Dissent,
     ElectionMessage,
     ElectorateEndorsement,
     ElectorateProposal,
@@ -296,10 +299,15 @@ class ElectionCore:
                 self._on_lease_grant(message, sender, now)
             case LeaseRelease():
                 self._on_release(message, now)
+            case AssentRequest():
+                self._adopt(message.proof, sender)
+                self._send(sender, self._elector.assent(message, sender))
+            case Assent() | Dissent():
+                self._on_opinion(message, sender, now)
             case ElectorateProposal():
                 self._on_proposal(message, sender)
             case ElectorateEndorsement():
-                self._on_endorsement(message, sender)
+                self._on_endorsement(message, sender, now)
             case KnowledgeRequest():
                 self._send(sender, self._knowledge.answer(message))
             case Knowledge():
@@ -677,11 +685,11 @@ class ElectionCore:
         self._propose_again_at = after(now, Duration(self._options.retry * 2))
         patience = Duration(self._options.patience * _PROPOSAL_PATIENCE)
         if now >= after(self._proposed_at, patience) and tenure.drop_unanswered():
-            self._note("electorate_change_refused", reason="the new elector does not answer")
+            self._note("electorate_change_refused", reason="too few would endorse it")
             return
-        self._ask_endorsements()
+        self._ask_endorsements(now)
 
-    def _ask_endorsements(self) -> None:
+    def _ask_endorsements(self, now: Instant) -> None:
         tenure = self._tenure
         if tenure is None or tenure.proposal is None:
             return
@@ -690,19 +698,34 @@ class ElectionCore:
         for elector in asked:
             if elector != self._node_id:
                 self._send(elector, message)
-        if self._node_id in asked:
-            try:
+        if self._node_id not in asked:
+            return
+        try:
+            if isinstance(message, AssentRequest):
+                self._on_opinion(self._elector.assent(message, self._node_id), self._node_id, now)
+            else:
                 endorsement = self._elector.endorse(message, self._node_id)
-            except RemoteProtocolError as error:
-                self._note("electorate_change_refused", reason=error.reason)
-                return
-            self._on_endorsement(ElectorateEndorsement(endorsement), self._node_id)
+                self._on_endorsement(ElectorateEndorsement(endorsement), self._node_id, now)
+        except RemoteProtocolError as error:
+            self._note("electorate_change_refused", reason=error.reason)
 
     def _on_proposal(self, message: ElectorateProposal, sender: NodeId) -> None:
         self._adopt(message.proof, sender)
         self._send(sender, ElectorateEndorsement(self._elector.endorse(message, sender)))
 
-    def _on_endorsement(self, message: ElectorateEndorsement, sender: NodeId) -> None:
+    def _on_opinion(self, message: Assent | Dissent, sender: NodeId, now: Instant) -> None:
+        tenure = self._tenure
+        if tenure is None:
+            return
+        if isinstance(message, Assent):
+            is_news = tenure.take_assent(message.electorate_digest, sender)
+        else:
+            is_news = tenure.take_dissent(message.electorate_digest, sender)
+        if is_news:
+            self._propose_again_at = now
+            self._press_proposal(now)
+
+    def _on_endorsement(self, message: ElectorateEndorsement, sender: NodeId, now: Instant) -> None:
         tenure = self._tenure
         if tenure is None or self._role is not Role.BACKBONE or tenure.proposal is None:
             return
@@ -712,7 +735,7 @@ class ElectionCore:
         link = tenure.take_endorsement(message.endorsement, sender)
         if link is None:
             if set(tenure.to_ask) - set(asked_before):
-                self._ask_endorsements()  # the new one has answered: now everybody
+                self._ask_endorsements(now)  # the new one has answered: now everybody
             return
         self._knowledge.learn_links((link,))
         told = {node_id_of(each) for each in (*before.members, *proposal.electorate.members)}

@@ -25,6 +25,7 @@ from kvasir_proto.election.configuration import (
 from kvasir_proto.election.knowledge import ProvenKnowledge
 from kvasir_proto.election.lease import Promise, promised_until
 from kvasir_proto.election.options import ElectionOptions
+from kvasir_proto.election.quorum import honest_endorsers_min
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, SwarmDigest, Term, node_id_of, public_key_of
@@ -34,12 +35,24 @@ from kvasir_proto.messages import Family
 from kvasir_proto.messages.election import (
     BALLOT_SIZE_MAX,
     PROPOSAL_SIZE_MAX,
+    Assent,
+    AssentRequest,
+    Dissent,
     ElectorateProposal,
     Readiness,
     RefusalReason,
 )
-from kvasir_proto.signing import SIGNED
-from kvasir_proto.term_proof import VOTE, ProvenTerm, Vote, cast_vote, endorse
+from kvasir_proto.signing import SIGNED, verify
+from kvasir_proto.term_proof import (
+    ENDORSEMENT,
+    VOTE,
+    Electorate,
+    Endorsement,
+    ProvenTerm,
+    Vote,
+    cast_vote,
+    endorse,
+)
 
 TERM_STEP_MAX: Final = 8
 """How far above the highest term it knows an elector gives a pre-vote. Enough for terms that failed under an
@@ -104,6 +117,7 @@ class Elector:
         self._bound_until = promised_until(now, options.lease)
         self._unused: dict[NodeId, tuple[int, Instant]] = {}
         self._courtesy: tuple[NodeId, Instant] | None = None
+        self._assented = b""  # the digest of the last electorate it would endorse
         self.promise: Promise | None = None
         self.view = MemberView()
         self.is_changed = False
@@ -249,12 +263,43 @@ class Elector:
 
     # --- electorates ----------------------------------------------------------------------------------------
 
+    def assent(self, message: AssentRequest, sender: NodeId) -> Assent | Dissent:
+        """Say whether it would endorse this proposal. To a yes it keeps as long as this process lives.
+
+        Raises `RemoteProtocolError` as `endorse` does: what is seen from here apart, and where it has
+        endorsed something else in this place, for then it can say neither.
+        """
+        electorate = self._require_proper(message, sender).electorate
+        if not self._has_judged(electorate):
+            try:
+                self._require_fair(peek_proposal(message.proposal))
+            except RemoteProtocolError:
+                if self.accepted_successor()[0]:
+                    raise
+                return Dissent(electorate.digest())
+        self._assented = electorate.digest()
+        return Assent(self._assented)
+
     def endorse(self, message: ElectorateProposal, sender: NodeId) -> bytes:
         """Endorse the proposal of the proven backbone, whose proof has been learned before.
 
         Raises `RemoteProtocolError`: as `open_proposal` and `require_successor` do, `not_the_backbone`,
-        `no_elector`, `behind`, `endorsed_another`, `not_nominated`, `not_eligible`, `not_dead`.
+        `no_elector`, `behind`, `endorsed_another`, `not_nominated`, `not_eligible`, `not_dead`; for the
+        endorsements shown with it as `decode` and `verify` do, and `wrong_vote`.
         """
+        proposal = self._require_proper(message, sender)
+        electorate, term = proposal.electorate, ProvenTerm(proposal.epoch, proposal.term, sender)
+        if not self._has_judged(electorate) and not self._is_vouched_for(
+            electorate, term, message.endorsements
+        ):
+            self._require_fair(proposal)
+        if proposal != self._accepted:
+            self._accepted = proposal
+            self._keep(accepted=message.proposal, accepted_proof=message.proof)
+        return encode(endorse(self._private_key, self._swarm_digest, electorate, term))
+
+    def _require_proper(self, message: AssentRequest | ElectorateProposal, sender: NodeId) -> Proposal:
+        """The proposal, if it may be endorsed for all that does not depend on what is seen from here."""
         knowledge, proposal = self._knowledge, peek_proposal(message.proposal)
         electorate = proposal.electorate
         if knowledge.fence != (proposal.epoch, proposal.term, sender):
@@ -270,12 +315,27 @@ class Elector:
         _, signer = open_proposal(message.proposal, self._swarm_digest)
         if signer != sender:
             raise RemoteProtocolError("the proposal is signed by somebody else", "not_the_backbone")
-        self._require_fair(proposal)
-        if proposal != self._accepted:
-            self._accepted = proposal
-            self._keep(accepted=message.proposal, accepted_proof=message.proof)
-        term = ProvenTerm(proposal.epoch, proposal.term, sender)
-        return encode(endorse(self._private_key, self._swarm_digest, electorate, term))
+        return proposal
+
+    def _has_judged(self, electorate: Electorate) -> bool:
+        """Whether it has said yes to this one before: then it does not depend on what has happened since."""
+        is_endorsed = self._accepted is not None and electorate == self._accepted.electorate
+        return is_endorsed or electorate.digest() == self._assented
+
+    def _is_vouched_for(
+        self, electorate: Electorate, term: ProvenTerm, endorsements: tuple[bytes, ...]
+    ) -> bool:
+        """Whether so many endorsed it in this term that it may be committed: then it is to be finished."""
+        newest = self._knowledge.newest
+        signed = [decode(each, SIGNED) for each in endorsements]
+        endorsers = {each.signer for each in signed if each.signer in newest.members}
+        if len(endorsers) < honest_endorsers_min(newest, electorate):
+            return False
+        expected = Endorsement(*term, electorate.digest())
+        for each in signed:
+            if decode(verify(each, Endorsement.kind, self._swarm_digest), ENDORSEMENT) != expected:
+                raise RemoteProtocolError("an endorsement is for something else", "wrong_vote")
+        return True
 
     def _require_unendorsed(self, proposal: Proposal) -> None:
         """At most one electorate for each (epoch, term, version), and never back to an earlier term's."""

@@ -38,6 +38,8 @@ class ElectionOptions:
     announcement: Duration
     # How long an elector is dead before it is replaced: longer than a restart takes.
     dead_after: Duration
+    # The same for one that said goodbye: as long as stopping it and starting it again takes a person.
+    left_after: Duration
 
     def __post_init__(self) -> None:
         if not 0 < self.renewal * 2 <= self.lease or not 0 < self.retry <= self.patience:
@@ -53,6 +55,7 @@ LAN: Final = ElectionOptions(
     outsider_pause=milliseconds(1500),
     announcement=seconds(30),
     dead_after=seconds(30),
+    left_after=seconds(10),
 )
 WAN: Final = ElectionOptions(
     lease=seconds(10),
@@ -63,4 +66,5 @@ WAN: Final = ElectionOptions(
     outsider_pause=seconds(10),
     announcement=seconds(60),
     dead_after=seconds(120),
+    left_after=seconds(30),
 )

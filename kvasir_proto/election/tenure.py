@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvasir_proto.codec import decode
+from kvasir_proto.codec import decode, encode
 from kvasir_proto.election.configuration import Proposal, commits, make_link, successor_of
 from kvasir_proto.election.lease import usable_until
-from kvasir_proto.election.quorum import instant_of_quorum
+from kvasir_proto.election.quorum import honest_endorsers_min, instant_of_quorum
+from kvasir_proto.election.unfinished import Unfinished
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant
-from kvasir_proto.messages.election import ElectorateProposal
+from kvasir_proto.messages.election import AssentRequest, ElectorateProposal
 from kvasir_proto.signing import SIGNED, Signed, sign_message, verify
 from kvasir_proto.term_proof import ENDORSEMENT, Electorate, Endorsement, ProvenTerm
 
@@ -25,7 +26,7 @@ _REQUESTS_MAX = 16
 
 
 class Tenure:
-    """The term that this node won, until it ends. `unfinished` is an electorate that it must finish first."""
+    """The term that this node won, until it ends. `unfinished` is what its voters said they had endorsed."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Tenure:
         term: ProvenTerm,
         electorate: Electorate,
         lease: Duration,
-        unfinished: Proposal | None,
+        unfinished: Unfinished,
     ) -> None:
         self._private_key = private_key
         self._swarm_digest = swarm_digest
@@ -51,6 +52,7 @@ class Tenure:
         self._unfinished = unfinished
         self._wanted: tuple[tuple[bytes, ...], bytes] | None = None
         self.proposal: Proposal | None = None
+        self._assents: set[bytes] = set()
         self._endorsements: dict[bytes, Signed] = {}
 
     # --- the lease ------------------------------------------------------------------------------------------
@@ -89,11 +91,9 @@ class Tenure:
         self._granted.clear()
         self.knows_proof.clear()
         self._is_confirmed = False
-        if self._unfinished is not None and self._unfinished.electorate.predecessor != electorate.digest():
-            self._unfinished = None
+        self._unfinished = Unfinished(electorate)  # whatever follows this one, no earlier term proposed it
         if self.proposal is not None and self.proposal.electorate.predecessor != electorate.digest():
-            self.proposal = None
-            self._endorsements.clear()
+            self._forget_proposal()
         if self._wanted is not None and self._wanted[0] == electorate.members:
             self._wanted = None
 
@@ -112,20 +112,25 @@ class Tenure:
         return self.proposal is not None or self._wanted is not None
 
     def drop_unanswered(self) -> bool:
-        """Forget a proposal that only the one who would be added was asked about. Says whether it was one."""
-        if self.proposal is None or self._is_old_asked():
+        """Forget a proposal that no elector was asked to sign, but the one added. Says whether it was one."""
+        if self.proposal is None or self._is_unfinished() or self._is_old_asked():
             return False
-        self._wanted = self.proposal = None
-        self._endorsements.clear()
+        self._wanted = None
+        self._forget_proposal()
         return True
+
+    def _forget_proposal(self) -> None:
+        self.proposal = None
+        self._assents.clear()
+        self._endorsements.clear()
 
     def propose(self) -> bool:
         """Begin the next proposal, if there is one to make. Says whether it began."""
         if self.proposal is not None or not self._is_confirmed:
             return False
         electorate, epoch, term = self.electorate, self.term.epoch, self.term.term
-        if self._unfinished is not None:
-            unfinished = self._unfinished
+        unfinished = self._unfinished.proposal
+        if unfinished is not None:
             self.proposal = Proposal(epoch, term, unfinished.electorate, unfinished.nomination)
         elif self._wanted is None:
             return False
@@ -140,29 +145,79 @@ class Tenure:
             self.proposal = Proposal(epoch, term, successor_of(electorate, members, term), nomination)
         return True
 
-    def proposal_message(self, proof: bytes) -> ElectorateProposal:
-        """The signed proposal, with the proof of this backbone under the present electorate."""
+    def proposal_message(self, proof: bytes) -> AssentRequest | ElectorateProposal:
+        """What `to_ask` are to be asked, with the proof of this backbone under the present electorate."""
         assert self.proposal is not None
-        return ElectorateProposal(sign_message(self._private_key, self._swarm_digest, self.proposal), proof)
+        proposal = sign_message(self._private_key, self._swarm_digest, self.proposal)
+        if not self._is_agreed():
+            return AssentRequest(proposal, proof)
+        shown = tuple(encode(self._endorsements[each]) for each in sorted(self._endorsements))
+        return ElectorateProposal(proposal, proof, shown if self._is_unfinished() else ())
 
     @property
     def to_ask(self) -> tuple[NodeId, ...]:
-        """Who should endorse the proposal and has not, in the order of their keys.
+        """Who should answer and has not, in the order of their keys.
 
-        The one who would be added is asked alone first. If it never answers, no elector has endorsed anything
-        and the proposal can be dropped: a founder that took in a second elector which then is not there could
-        never again make another electorate.
+        First all are asked whether they would endorse, since what one has endorsed can be followed by
+        nothing else until it is finished: an elector that some hold for dead, and that comes back before
+        the others do too, would keep every later change from being made. Then the one who would be added
+        endorses alone. If it never answers, no elector has signed anything and the proposal can be dropped:
+        a founder that took in a second elector which is not there could never make another electorate.
         """
         if self.proposal is None:
             return ()
         present, members = set(self.electorate.members), set(self.proposal.electorate.members)
+        if not self._is_agreed():
+            return tuple(node_id_of(each) for each in sorted(members | present) if each not in self._assents)
         asked = members | present if self._is_old_asked() else members - present
         return tuple(node_id_of(each) for each in sorted(asked) if each not in self._endorsements)
+
+    def _is_unfinished(self) -> bool:
+        """Whether an earlier backbone has proposed it: it is finished, whatever is thought of it by now."""
+        assert self.proposal is not None
+        return self.proposal.electorate.term != self.term.term
+
+    def _is_agreed(self) -> bool:
+        """Whether so many would endorse it that it would be committed, the one who is added among them.
+
+        Of an unfinished one, so many that the others will follow them.
+        """
+        assert self.proposal is not None
+        electorate = self.proposal.electorate
+        present = set(self.electorate.members)
+        if self._is_unfinished():
+            return len(self._assents & present) >= honest_endorsers_min(self.electorate, electorate)
+        added = set(electorate.members) - present
+        return electorate.members == self.electorate.members or (
+            added <= self._assents and commits(self._assents, electorate, self.electorate)
+        )
 
     def _is_old_asked(self) -> bool:
         assert self.proposal is not None
         added = set(self.proposal.electorate.members) - set(self.electorate.members)
-        return self.proposal.electorate.term != self.term.term or added <= self._endorsements.keys()
+        return self._is_agreed() and (self._is_unfinished() or added <= self._endorsements.keys())
+
+    def take_assent(self, electorate_digest: bytes, sender: NodeId) -> bool:
+        """Count an assent. Says whether that made it agreed, so that there is something else to ask."""
+        proposal = self.proposal
+        if proposal is None or self._is_agreed() or electorate_digest != proposal.electorate.digest():
+            return False
+        public_key = public_key_of(sender)
+        if public_key in {*proposal.electorate.members, *self.electorate.members}:
+            self._assents.add(public_key)
+        return self._is_agreed()
+
+    def take_dissent(self, electorate_digest: bytes, sender: NodeId) -> bool:
+        """Note that an elector endorsed nothing here. Says whether a proposal was let go of for that."""
+        proposal = self.proposal
+        if proposal is None or self._is_agreed() or electorate_digest != proposal.electorate.digest():
+            return False
+        self._unfinished.hear(public_key_of(sender), None)
+        pending = self._unfinished.proposal
+        if not self._is_unfinished() or (pending is not None and pending.electorate == proposal.electorate):
+            return False
+        self._forget_proposal()
+        return True
 
     def take_endorsement(self, data: bytes, sender: NodeId) -> bytes | None:
         """Count an endorsement; the encoded link once there are enough. Raises `RemoteProtocolError`."""

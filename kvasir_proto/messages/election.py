@@ -135,12 +135,41 @@ class LeaseRelease:
 
 
 @dataclass(frozen=True, slots=True)
+class AssentRequest:
+    """Would you endorse this electorate? As `ElectorateProposal`, and nothing is signed."""
+
+    kind: ClassVar[str] = "assent_request"
+    proposal: ProposalBytes
+    proof: ProofBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Assent:
+    """I would, and as long as this process lives I think no better of it."""
+
+    kind: ClassVar[str] = "assent"
+    electorate_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Dissent:
+    """I would not, and have endorsed nothing in its place."""
+
+    kind: ClassVar[str] = "dissent"
+    electorate_digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class ElectorateProposal:
-    """The backbone's signed proposal of the next electorate, with the proof that it is the backbone."""
+    """The backbone's signed proposal of the next electorate, with the proof that it is the backbone.
+
+    Of an electorate that an earlier backbone left unfinished it shows who has endorsed it in this term.
+    """
 
     kind: ClassVar[str] = "electorate_proposal"
     proposal: ProposalBytes
     proof: ProofBytes
+    endorsements: Annotated[tuple[BallotBytes, ...], Length(0, ELECTORS_MAX + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +225,9 @@ ElectionMessage: TypeAlias = (
     | LeaseRequest
     | LeaseGrant
     | LeaseRelease
+    | AssentRequest
+    | Assent
+    | Dissent
     | ElectorateProposal
     | ElectorateEndorsement
     | KnowledgeRequest

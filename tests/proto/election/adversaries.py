@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 from kvasir_proto.codec import encode
-from kvasir_proto.election.configuration import Proposal, make_recovery, successor_of
+from kvasir_proto.election.configuration import Proposal, make_recovery, peek_proposal, successor_of
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.release import make_release
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.messages.election import (
+    Assent,
+    AssentRequest,
     ElectionMessage,
     ElectorateEndorsement,
     ElectorateProposal,
@@ -63,6 +65,8 @@ class liar:
             return [(sender, VoteGrant(encode(vote), b"", b""))]
         if isinstance(message, LeaseRequest):
             return [(sender, LeaseGrant(message.epoch, message.term, message.number))]
+        if isinstance(message, AssentRequest):
+            return [(sender, Assent(peek_proposal(message.proposal).electorate.digest()))]
         if isinstance(message, ElectorateProposal):
             return self.endorse_what_it_likes(sender, electorate)
         return []
@@ -95,7 +99,9 @@ class liar:
         elif kind == 4:
             mine = successor_of(electorate, [self.key.public_key().public_bytes_raw()], top)
             proposal = sign_message(self.key, SWARM, Proposal(epoch, top, mine, b""))
-            said = [ElectorateProposal(proposal, make_term_proof(electorate, term, [vote]))]
+            endorsement = encode(endorse(self.key, SWARM, mine, term))
+            proof = make_term_proof(electorate, term, [vote])
+            said = [AssentRequest(proposal, proof), ElectorateProposal(proposal, proof, (endorsement,))]
         elif kind == 5:
             said = [LeaseRelease(make_release(self.key, SWARM, ProvenTerm(epoch, top, self.node_id)))]
         elif self.swarm.captured:

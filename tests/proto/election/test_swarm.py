@@ -10,12 +10,23 @@ import random
 
 import pytest
 
-from kvasir_proto.election.requests import ChangeElectorate, SetCandidacy, StepDown
+from kvasir_proto.effects import Send
+from kvasir_proto.election.configuration import Proposal, successor_of
+from kvasir_proto.election.requests import ChangeElectorate, SetCandidacy, SetMembers, StepDown
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.messages.election import ElectionMessage, PreVoteRequest, VoteRefusal
+from kvasir_proto.messages.election import (
+    Assent,
+    AssentRequest,
+    ElectionMessage,
+    ElectorateEndorsement,
+    ElectorateProposal,
+    PreVoteRequest,
+    VoteRefusal,
+)
+from kvasir_proto.signing import sign_message
 from kvasir_proto.term_proof import ElectorateRule
 from tests.proto.election.adversaries import double_voter, hoarder, liar, ready_double_voter
-from tests.proto.election.swarm import IDS, Faults, Swarm, lease_ms, settled
+from tests.proto.election.swarm import IDS, KEYS, SWARM, Faults, Swarm, lease_ms, settled
 
 GROWN_MS = 6000
 
@@ -182,13 +193,17 @@ def test_candidates_far_behind_ask_less_often_and_the_best_outsider_as_before(el
     assert 0 < asked[far] < asked[near] / 5
 
 
-def test_nobody_endorses_that_a_living_elector_goes_not_even_that_one() -> None:
-    """A change that one has endorsed has to be finished, in this term or the next: it would wait for ever."""
+@pytest.mark.parametrize("mistaken", [0, 1, 2])
+def test_nobody_endorses_that_a_living_elector_goes_not_even_that_one(mistaken: int) -> None:
+    """Nor those that hold it for dead, being too few: what one has endorsed is to be finished."""
     swarm = grown(1, 5, "open")
     swarm.grows = False
     backbone = swarm.nodes.index(swarm.backbones()[0])
     others = [each for each in electors(swarm) if each != backbone]
     assert len(others) >= 3
+    for number in others[1 : 1 + mistaken]:
+        swarm.nodes[number].believed_dead = frozenset({IDS[others[0]]})
+    swarm.run(500)
     remaining = tuple(sorted(IDS[each] for each in (backbone, *others[1:])))
     swarm.command(backbone, ChangeElectorate(remaining, b""))
     swarm.run(5_000)
@@ -196,6 +211,102 @@ def test_nobody_endorses_that_a_living_elector_goes_not_even_that_one() -> None:
         core = swarm.nodes[number].core
         assert core is not None
         assert core._elector.accepted_successor()[0] == b""
+
+
+@pytest.mark.parametrize("says_yes_first", [True, False])
+def test_an_elector_keeps_to_the_yes_it_gave_whatever_it_sees_by_then(says_yes_first: bool) -> None:
+    """Else the dead one that comes back between question and proposal leaves it endorsed by some only."""
+    swarm = grown(2, 9, "open")
+    swarm.grows = False
+    backbone, leaving, asked, *_ = electors(swarm)
+    assert swarm.backbones() == [swarm.nodes[backbone]]
+    elector, now = swarm.nodes[asked].core, swarm._now_of(swarm.nodes[asked])
+    assert elector is not None
+    proposal, proof = removal(swarm, backbone, leaving)
+    if says_yes_first:
+        elector.command(SetMembers(dead=frozenset({IDS[leaving]})), now)
+        elector.receive(AssentRequest(proposal, proof), IDS[backbone], now)
+        elector.command(SetMembers(), now)
+    elector.receive(ElectorateProposal(proposal, proof, ()), IDS[backbone], now)
+    said = {type(each.message) for each in elector.drain() if isinstance(each, Send)}
+    assert said == ({Assent, ElectorateEndorsement} if says_yes_first else set())
+
+
+def removal(swarm: Swarm, backbone: int, leaving: int) -> tuple[bytes, bytes]:
+    """The backbone's signed proposal that an elector goes, and the backbone's proof."""
+    core = swarm.nodes[backbone].core
+    assert core is not None
+    assert core.fence is not None
+    remaining = [each for each in core.electorate.members if node_id_of(each) != IDS[leaving]]
+    electorate = successor_of(core.electorate, remaining, core.fence.term)
+    proposal = Proposal(core.fence.epoch, core.fence.term, electorate, b"")
+    return sign_message(KEYS[backbone], SWARM, proposal), core.proof
+
+
+def leave_unfinished(swarm: Swarm, endorsers: int) -> tuple[int, int]:
+    """The backbone proposes that a living elector goes, so many others endorse it, and the backbone dies.
+
+    Returns the numbers of the backbone and of the elector that was to go.
+    """
+    backbone = swarm.nodes.index(swarm.backbones()[0])
+    leaving, *others = [each for each in electors(swarm) if each != backbone]
+    message = ElectorateProposal(*removal(swarm, backbone, leaving), ())
+    for number in others[:endorsers]:
+        elector = swarm.nodes[number].core
+        assert elector is not None
+        elector.command(SetMembers(dead=frozenset({IDS[leaving]})), swarm._now_of(swarm.nodes[number]))
+        elector.receive(message, IDS[backbone], swarm._now_of(swarm.nodes[number]))
+        assert elector._elector.accepted_successor()[0] == message.proposal
+    swarm.crash(backbone)
+    return backbone, leaving
+
+
+@pytest.mark.parametrize(
+    "endorsers, backbone_returns, stays",
+    [(1, False, True), (2, True, True), (2, False, None), (3, False, False), (4, True, False)],
+    ids=[
+        "one of six that vote: it cannot be committed",
+        "two of seven that vote: it cannot be either",
+        "two, and one that says nothing: it may be, and is too little to go on",
+        "three vouch for it",
+        "four do",
+    ],
+)
+def test_what_a_backbone_left_unfinished_holds_up_no_later_change(
+    endorsers: int, backbone_returns: bool, stays: bool | None
+) -> None:
+    """Some held an elector for dead and endorsed that it goes; all others see that it lives, and refuse.
+
+    Either it is not committed for certain, and is let go of, or so many endorsed it that the others believe
+    them. It used to stay under way for ever, and no dead elector was replaced meanwhile.
+    """
+    swarm = grown(2, 9, "open")
+    assert len(electors(swarm)) == 7
+    backbone, leaving = leave_unfinished(swarm, endorsers)
+    place = max(swarm.electorates)
+    if backbone_returns:
+        swarm.start(backbone)
+    swarm.grows = False
+    swarm.run(20_000, until=lambda: settled(swarm))
+    swarm.run(10_000)
+    assert (leaving in electors(swarm)) == (stays is not False)
+    swarm.grows = True
+    if stays is None:
+        swarm.run(20_000)
+        assert max(swarm.electorates) == place, "what may be committed is not replaced by anything else"
+        swarm.start(backbone)
+        for node in swarm.backbones():
+            swarm.command(swarm.nodes.index(node), StepDown("drained"))
+        swarm.run(20_000, until=lambda: settled(swarm))
+        swarm.run(10_000)
+        assert leaving in electors(swarm)
+    gone = next(each for each in electors(swarm) if swarm.nodes[each] not in swarm.backbones())
+    swarm.crash(gone)
+    for node in swarm.nodes:
+        node.believed_dead = frozenset(IDS[each] for each in range(9) if swarm.nodes[each].core is None)
+    swarm.run(20_000)
+    assert len(electors(swarm)) == 7
+    assert all(swarm.nodes[each].core is not None for each in electors(swarm)), "the dead are replaced"
 
 
 def test_same_seed_same_history() -> None:
