@@ -47,7 +47,7 @@ IMPURE = frozenset(
     )
 )
 PURE_LIBRARIES = frozenset({"msgpack", "cryptography"})
-CORES = ("membership", "election", "placement", "audit")
+CORES = ("membership", "election", "placement", "audit", "sessions")
 
 
 def test_the_rules_see_the_code() -> None:
