@@ -2,8 +2,9 @@
 
 What the audit finds is its own opinion; what it can show to others is here. A node that was found out is
 accused once enough of its rows are sealed, which may be a second after the verdict. Seals are checked as they
-come: a worker that does not stand for what it answered is given up like one that answers wrongly. It judges
-no rows and tells nobody but its engine.
+come: a worker that does not stand for what it answered is given up like one that answers wrongly, and so is
+one that ends its connection, refuses or is silent where some of that is wrong. It judges no rows and tells
+nobody but its engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvasir_proto.audit.evidence import (
 )
 from kvasir_proto.audit.reply_chain import SEALED_REPLIES_MAX, last_link
 from kvasir_proto.codec import encode
-from kvasir_proto.errors import LocalProtocolError
+from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
 from kvasir_proto.ids import NodeId
 
 ROWS_SHOWN: Final = 2 * ROWS_NEEDED
@@ -51,9 +52,13 @@ class Exhibits:
         self._accused: dict[NodeId, None] = {}
 
     def note(self, wrong: Wrong) -> None:
-        """Nothing explains this row."""
+        """Nothing explains this row. Raises `RemoteProtocolError`, `unaccountable`, if its node has not stood
+        for it where it could.
+        """
         log = wrong.exchange.log
         log.is_wanted = True
+        if not log.waits(wrong.exchange) and wrong.exchange.segment is None:
+            return  # it was let go, and would take the place of one that can be shown
         with self._lock:
             of_node = self._wrong.pop(log.node_id, None)
             if of_node is None or of_node[0].exchange.log is not log:
@@ -64,6 +69,21 @@ class Exhibits:
                 gone = next(iter(self._wrong))
                 del self._wrong[gone]
                 self._accused.pop(gone, None)
+        if wrong.exchange.segment is not None:
+            wrong.exchange.segment.check(log)  # it counts for more than when it came
+        self._require_sealed(log)
+
+    def take_end(self, log: ReplyLog) -> None:
+        """A connection is over. Raises `RemoteProtocolError` as `note` does."""
+        self._require_sealed(log)
+
+    def _require_sealed(self, log: ReplyLog) -> None:
+        with self._lock:
+            wrong = tuple(self._wrong.get(log.node_id, ()))
+        if log.is_left and any(log.waits(each.exchange) for each in wrong):
+            raise RemoteProtocolError(
+                "it has not stood for what it answered last, of which some is wrong", "unaccountable"
+            )
 
     def take_segment(self, log: ReplyLog, segment: Segment) -> None:
         """A connection was sealed: show what waited for that. Raises `RemoteProtocolError` as its check."""

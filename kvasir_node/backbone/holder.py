@@ -181,6 +181,7 @@ class RemoteHolder:
     _end: int = dispatch.HEADER_BYTES
     _header_seen: bool = False
     _refusal: ReplyCode | None = None
+    _is_closing: bool = False
     _is_expected_reply: Callable[[int, int, int, int], int] = field(
         default_factory=lambda: load().is_expected_reply
     )
@@ -331,20 +332,23 @@ class RemoteHolder:
         log.note_asked(now_ns)
 
     def close(self) -> None:
-        """Close at once, TLS closure alerts are not waited for; where its last seal matters, behind that.
+        """Close at once, TLS closure alerts are not waited for; where rows are kept for an audit, behind the
+        seal of those: whoever ends a connection, its worker is to stand for what it has answered.
 
         That one is waited for in a thread of its own, `LAST_SEAL_S` at most.
         """
-        if self.log is None or not self.log.is_wanted:
+        if self._is_closing:
+            return
+        if self.log is None or not self.log.has_kept:
             self.connection.close()
             return
+        self._is_closing = True
         try:
             threading.Thread(target=self._seal_and_close, args=(self.log,), name="seal", daemon=True).start()
         except RuntimeError:  # no memory or no right to another thread
             self.connection.close()
 
     def _seal_and_close(self, log: ReplyLog) -> None:
-        log.is_wanted = False
         ends = time.monotonic() + LAST_SEAL_S
         with contextlib.suppress(OSError, RemoteProtocolError):
             if not log.is_seal_under_way:
@@ -352,6 +356,7 @@ class RemoteHolder:
             while self.outstanding and time.monotonic() < ends:
                 self.send_pending()
                 self.receive_reply()
+        log.leave()
         self.connection.close()
 
 

@@ -50,8 +50,9 @@ class Segment:
     def check(self, log: ReplyLog) -> Seal:
         """What the seal says. Raises `RemoteProtocolError` if it is not of this segment and this claim.
 
-        A seal of another time is no evidence, and else nothing: no token hangs on a wall clock. Whose rows
-        are wanted as evidence has to get it right all the same.
+        A seal of another time is no evidence, and else nothing: no token hangs on a wall clock; and one of
+        other certificates ends the connection, no more. Whose rows are wanted as evidence has to get both
+        right all the same.
         """
         seal = open_seal(self.seal, log.model_digest, log.engine_key)
         if seal.n_replies != self.n_before + len(self.digests):
@@ -63,7 +64,8 @@ class Segment:
         if log.is_wanted and not self._is_timely(seal):
             raise RemoteProtocolError("its seal is of another time", "unaccountable")
         if seal.claim != log.claim:
-            raise RemoteProtocolError("it answers as a node with other certificates", "stale_claim")
+            code = "unaccountable" if log.is_wanted else "stale_claim"
+            raise RemoteProtocolError("it answers as a node with other certificates", code)
         return seal
 
     def is_evidence(self, log: ReplyLog) -> bool:
@@ -98,7 +100,8 @@ class Exchange:
 class ReplyLog:
     """One connection's. Used by the thread that reads from it; segments and exchanges by any.
 
-    `claim` is what its node is held to, as seals have it. `on_sealed` hears of segments; it must not block.
+    `claim` is what its node is held to, as seals have it. `on_sealed` hears of segments, `on_left` that the
+    connection is over and something that was kept of it is not sealed. Neither may block.
     """
 
     node_id: NodeId
@@ -107,10 +110,13 @@ class ReplyLog:
     model_digest: bytes
     claim: bytes
     on_sealed: Callable[[ReplyLog, Segment], None] | None = None
+    on_left: Callable[[ReplyLog], None] | None = None
     programs: list[tuple[int, bytes]] = field(default_factory=list)
     told: list[bytes] = field(default_factory=lambda: [FIRST_LINK])
     is_wanted: bool = False
     """Whether something is wrong with a row of this connection: its last seal matters."""
+    is_left: bool = False
+    """Whether the connection is over, and its worker did not stand for what it had answered last."""
     last_segment: Segment | None = None
     _n_sealed: int = 0
     _link: bytes = FIRST_LINK
@@ -142,6 +148,22 @@ class ReplyLog:
         """Nothing is wrong with it: it is no evidence of anything."""
         with contextlib.suppress(ValueError):
             self._kept.remove(exchange)
+
+    def waits(self, exchange: Exchange) -> bool:
+        """Whether this one is kept, and not sealed."""
+        return exchange in self._kept
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether anything is kept that is not sealed."""
+        return bool(self._kept)
+
+    def leave(self) -> None:
+        """The connection is over: the worker does not stand for what is kept by now and not sealed."""
+        if self._kept:
+            self.is_left = True
+            if self.on_left is not None:
+                self.on_left(self)
 
     def is_seal_due(self, now_ns: int) -> bool:
         """Whether to ask for a seal behind the next request."""

@@ -37,7 +37,7 @@ from kvasir_proto.audit.evidence import EXHIBIT_BYTES_MAX
 from kvasir_proto.audit.finding import Finding
 from kvasir_proto.audit.reply_chain import claim_in_seal
 from kvasir_proto.audit.sampling import CHOSEN_OF_WINDOW, WINDOW, Countdowns
-from kvasir_proto.audit.verdict import Verdict
+from kvasir_proto.audit.verdict import Verdict, is_wrong_for_short_sums
 from kvasir_proto.dispatch import FrameKind
 from kvasir_proto.effects import Now
 from kvasir_proto.errors import RemoteProtocolError
@@ -208,10 +208,17 @@ class RowAudit:
             binding,
             self._manifest.digest(),
             claim_in_seal(claim_digest),
+            on_left=self._take_end,
         )
 
     def _take_segment(self, log: ReplyLog, segment: Segment) -> None:
         self._look_later(_Sealed(log, segment))
+
+    def _take_end(self, log: ReplyLog) -> None:
+        try:
+            self._exhibits.take_end(log)
+        except RemoteProtocolError as error:
+            self._on_unaccountable(log.node_id, error.code, str(error))
 
     def take_claim(self, node_id: NodeId, claim: Claim) -> None:
         """What this node says of itself from now on."""
@@ -247,6 +254,25 @@ class RowAudit:
         ]
         pairs = [pairs[index] for index in draws.permutation(len(pairs))[:EXAMINED_ROWS_MAX].tolist()]
         examination = _Examination(holder, self._manifest, authority)
+        try:
+            self._ask_and_judge(examination, holder, pairs, programs, draws)
+            if holder.log is not None:
+                self._exhibits.take_segment(holder.log, examination.seal(holder.log))
+        finally:
+            if holder.log is not None:
+                holder.log.on_sealed = self._take_segment  # also of one that is sealed as it is closed
+        return self.verdict_of(holder.node_id)
+
+    def _ask_and_judge(
+        self,
+        examination: _Examination,
+        holder: RemoteHolder,
+        pairs: list[tuple[int, int]],
+        programs: dict[int, ExpertProgram],
+        draws: np.random.Generator,
+    ) -> None:
+        """The rounds of an examination; what there is no time for goes behind it."""
+        known = self.verdict_of(holder.node_id)
         ends_at, latest = time.thread_time() + EXAMINATION_S, time.monotonic() + EXAMINATION_WAIT_S
         n_later = 0
         for _ in range(_ROUNDS_MAX):
@@ -278,10 +304,6 @@ class RowAudit:
                 break
         if n_later:
             log.info("examination_goes_on_behind", node=holder.node_id, rows=n_later)
-        if holder.log is not None:
-            self._exhibits.take_segment(holder.log, examination.seal(holder.log))
-            holder.log.on_sealed = self._take_segment
-        return self.verdict_of(holder.node_id)
 
     def _look_later(self, row: _Row | _Sealed) -> None:
         if self._rows.put(row.node_id, row):
@@ -417,16 +439,25 @@ class RowAudit:
         return found
 
     def _note_wrong(self, found: Sequence[Finding], exchange: Exchange | None, pairs: Sequence[int]) -> bool:
-        """Put what nothing explains among the exhibits; whether there was anything."""
+        """Put what nothing explains among the exhibits; whether there was anything. Rows as they come from
+        short sums are nothing wrong of a node that claims no others.
+
+        Raises `RemoteProtocolError` as `Exhibits.note` does.
+        """
         wrong = [
             (pair, finding.request_digest)
             for finding, pair in zip(found, pairs, strict=False)
-            if finding.outcome == "foreign"
+            if finding.outcome == "foreign" and self._is_held_against(finding)
         ]
         if exchange is not None:
             for pair, digest in wrong:
                 self._exhibits.note(Wrong(exchange, pair, digest))
         return bool(wrong)
+
+    def _is_held_against(self, finding: Finding) -> bool:
+        with self._lock:
+            is_held_to_f32 = self._claims.get(finding.node_id, Claim()).can_be_held_to
+        return is_held_to_f32 or is_wrong_for_short_sums(finding)
 
 
 class _Idleness:

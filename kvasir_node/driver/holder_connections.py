@@ -126,9 +126,8 @@ class HolderConnections:
             row = self._rows.get(node_id)
             if row is None:
                 row = self._rows[node_id] = HolderConnection(node_id, NO_SHARE)
-            fault = self._faults.get(node_id)
-            if fault is not None and fault.until > now:
-                row.state, row.reason = "quarantined", fault.reason
+            if self._is_in_quarantine(node_id, now):
+                row.state, row.reason = "quarantined", self._faults[node_id].reason
             elif row.state == "quarantined":
                 row.state, row.reason = "loading", "it has not answered the plan"
             row.wanted = Share.of(plan, node_id)
@@ -222,19 +221,25 @@ class HolderConnections:
     def note_lost(
         self, node_id: NodeId, code: str, reason: str, now: Instant, *, is_engines_word: bool
     ) -> bool:
-        """Its data connection broke or could not be made; whether it was in the table, and not quarantined.
+        """Its data connection broke or could not be made; whether that is news of a holder in the table, or
+        of one that computes or speaks wrongly, in it or not any more.
 
         ``is_engines_word``: the engine has seen it on the data connection, where some codes tell of a holder
-        that computes or speaks wrongly. That one is quarantined (see `fault_of`), others are tried again
-        after a delay that grows with failures in a row.
+        that does so. That one is quarantined (see `fault_of`), others are tried again after a delay that
+        grows with failures in a row.
         """
         row = self._rows.get(node_id)
+        is_faulty = is_engines_word and code in FAULTY_CODES
+        if row is None and is_faulty and not self._is_in_quarantine(node_id, now):
+            # What is wrong with its rows may be found, and not be stood for, after it has gone.
+            self._note_fault(node_id, f"{code}: {reason}", now)
+            return True
         if row is None or row.state == "quarantined":
             return False
         self._disconnect(row)
         row.is_ready = False
         row.reason = f"{code}: {reason}" if is_engines_word else reason
-        if is_engines_word and code in FAULTY_CODES:
+        if is_faulty:
             row.state = "quarantined"
             self._note_fault(node_id, row.reason, now)
             return True
@@ -255,6 +260,10 @@ class HolderConnections:
         row.attempt += 1
         row.connected, row.is_connecting, row.is_renewed = None, False, False
 
+    def _is_in_quarantine(self, node_id: NodeId, now: Instant) -> bool:
+        fault = self._faults.get(node_id)
+        return fault is not None and fault.until > now
+
     def _note_fault(self, node_id: NodeId, reason: str, now: Instant) -> None:
         before = self._faults.pop(node_id, None)
         count = 1 if before is None else before.n_faults + 1
@@ -266,9 +275,11 @@ class HolderConnections:
     # -- what follows ------------------------------------------------------------------------------
 
     def fault_of(self, node_id: NodeId) -> Fault | None:
-        """The fault for which this holder is in quarantine now; None where it is not."""
+        """The fault for which this holder is in quarantine now, or was last where it is in the table no more;
+        None where there is none.
+        """
         row = self._rows.get(node_id)
-        return self._faults.get(node_id) if row is not None and row.state == "quarantined" else None
+        return self._faults.get(node_id) if row is None or row.state == "quarantined" else None
 
     def due(self, now: Instant) -> list[HolderConnection]:
         """Holders that are to be connected now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.backbone import reply_log, row_audit
 from kvasir_node.backbone.dispatcher import Dispatcher
+from kvasir_node.backbone.exhibits import Wrong
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
 from kvasir_node.backbone.hook import LayerCall
 from kvasir_node.backbone.row_audit import Asked, RowAudit
@@ -308,6 +311,84 @@ def test_a_digest_of_other_rows_is_found_where_they_are_looked_at(
             sessions.ask(seed)
     wait_for(lambda: bool(audited.unaccountable))
     assert {code for code, _ in audited.unaccountable} == {"unaccountable"}
+
+
+def refused(n_replies: int, link: bytes, told: bytes) -> bytes:
+    raise RemoteProtocolError("no", "kernel_failed")
+
+
+def unanswered(n_replies: int, link: bytes, told: bytes) -> bytes:
+    raise OSError
+
+
+ENDS: dict[str, Seals] = {
+    "it refuses": refused,
+    "it is silent": unanswered,
+    "it breaks off": seals_of(END, EXPERTS.manifest.digest(), CLAIM),
+    "it shows other certificates": seals_of(END, EXPERTS.manifest.digest(), b""),
+    "it says another time": seals_of(END, EXPERTS.manifest.digest(), CLAIM, ahead_ns=3600 * 10**9),
+}
+"""How a worker ends a connection without standing for what it answered last."""
+
+
+def left_by(
+    audited: Audited, kernel: ExpertKernel, how: str, monkeypatch: pytest.MonkeyPatch, *, is_looked_at: bool
+) -> None:
+    """A connection of 200 tokens that ends so; its rows are looked at before, or only then."""
+    monkeypatch.setattr(reply_log, "SEAL_INTERVAL_NS", 1 << 62)
+    monkeypatch.setattr("kvasir_node.backbone.holder.LAST_SEAL_S", 0.3)
+    behind = contextlib.nullcontext() if is_looked_at else audited.audit._referee_lock
+    with served(kernel, ENDS[how]) as holder, behind:
+        sessions = Sessions(audited, holder)
+        for seed in range(200):
+            sessions.ask(seed)
+        if is_looked_at:
+            audited.wait_idle()
+            audited.wait(3)
+        if how == "it breaks off":
+            holder.connection.shutdown(socket.SHUT_RDWR)
+        sessions.dispatcher.remove_holder(NODE, "it has said that it holds nothing")
+        sessions.dispatcher.settle()
+        wait_for(lambda: holder.connection.fileno() == -1)
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+@pytest.mark.parametrize("how", ENDS)
+def test_who_leaves_without_standing_for_a_wrong_row_is_unaccountable(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch, how: str, is_looked_at: bool
+) -> None:
+    """Whether that was known by then or not: else one could lie for a second, leave, and begin anew."""
+    left_by(audited, EXPERTS.load(liar("scaled")), how, monkeypatch, is_looked_at=is_looked_at)
+    wait_for(lambda: bool(audited.unaccountable))
+    assert {code for code, _ in audited.unaccountable} == {"unaccountable"}
+    assert not audited.evidence
+
+
+def test_rows_that_cannot_be_sealed_any_more_take_no_place_of_one_that_can(audited: Audited) -> None:
+    log = audited.audit.log_of(NODE, *key_and_binding(END.certificate), CLAIM)
+    kept = []
+    for number in range(reply_log.KEPT_EXCHANGES_MAX + 20):
+        log.note_reply(bytes([number]) * 32)
+        exchange = log.keep(memoryview(b"request"), memoryview(b"rows"))
+        assert exchange is not None
+        kept.append(exchange)
+    exhibits = audited.audit._exhibits
+    for exchange in reversed(kept):  # the newest is looked at first
+        exhibits.note(Wrong(exchange, 0, exchange.digest))
+    log.leave()
+    assert [code for code, _ in audited.unaccountable] == ["unaccountable"]
+
+
+@pytest.mark.parametrize("claim, kind", [(Claim(), None), (Claim(adds_in_f32=False), "f16")])
+@pytest.mark.parametrize("how", ["it refuses", "it is silent", "it breaks off"])
+def test_who_leaves_without_a_seal_after_what_is_right_by_its_claim_has_only_left(
+    audited: Audited, monkeypatch: pytest.MonkeyPatch, how: str, claim: Claim, kind: Lie | None
+) -> None:
+    audited.audit.take_claim(NODE, claim)
+    kernel = EXPERTS.load(GgmlCpuKernel if kind is None else liar(kind))
+    left_by(audited, kernel, how, monkeypatch, is_looked_at=True)
+    audited.wait_idle()
+    assert (audited.unaccountable, audited.verdicts, audited.evidence) == ([], [], [])
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

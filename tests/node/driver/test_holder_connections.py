@@ -203,6 +203,21 @@ def test_only_the_engines_word_quarantines_and_only_time_lifts_it(code: str) -> 
     assert [row.node_id for row in table.due(NOW)] == [FIRST]
 
 
+def test_what_was_wrong_with_a_holder_that_is_not_in_the_plan_any_more_counts_once() -> None:
+    """It leaves, and only then it is found that it does not stand for what it answered."""
+    table, _ = serving(FIRST, SECOND)
+    table.note_gone(FIRST, "it has said that it holds nothing")
+    table.follow(plan(SECOND, revision=9), BACKBONE, NOW)
+    assert table.get(FIRST) is None
+    assert not lose(table, FIRST, "late")
+    assert [lose(table, FIRST, "unaccountable") for _ in range(3)] == [True, False, False]
+    fault = table.fault_of(FIRST)
+    assert fault is not None
+    assert (fault.n_faults, fault.until) == (1, after(NOW, QUARANTINE_FIRST))
+    table.follow(plan(FIRST, SECOND, revision=10), BACKBONE, NOW)
+    assert row_of(table).state == "quarantined"
+
+
 def test_each_further_fault_doubles_the_quarantine_up_to_a_day() -> None:
     table, now, lasted = HolderConnections(), NOW, []
     for _ in range(10):
