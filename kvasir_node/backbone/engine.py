@@ -333,15 +333,21 @@ class BackboneEngine:
         log.warning("holder_judged", node=verdict.node_id, verdict=verdict.word, reason=reason)
         self._channel.send(
             HolderJudged(
-                verdict.node_id, verdict.word, reason, verdict.n_rows, verdict.n_foreign, n_rows_asked
+                verdict.node_id,
+                verdict.word,
+                reason,
+                verdict.n_rows,
+                verdict.n_foreign,
+                n_rows_asked,
+                verdict.certificate,
             )
         )
         if verdict.word == "quarantined":
             self._give_up(verdict.node_id, verdict.word, reason)
 
-    def _on_evidence(self, node_id: NodeId, evidence: bytes) -> None:
+    def _on_evidence(self, node_id: NodeId, claim_digest: bytes, evidence: bytes) -> None:
         """What was found of a node can be shown to others. From any thread."""
-        self._channel.send(HolderEvidenced(node_id, evidence))
+        self._channel.send(HolderEvidenced(node_id, claim_digest, evidence))
 
     def _on_unaccountable(self, node_id: NodeId, code: str, reason: str) -> None:
         """A node does not stand for what it answered. From any thread."""

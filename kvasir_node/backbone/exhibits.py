@@ -45,7 +45,8 @@ class Wrong(NamedTuple):
 class Exhibits:
     """See the module. Any thread may call; `on_evidence` is called from there and must not block."""
 
-    def __init__(self, on_evidence: Callable[[NodeId, bytes], None]) -> None:
+    def __init__(self, on_evidence: Callable[[NodeId, bytes, bytes], None]) -> None:
+        """`on_evidence` gets a node, the digest of its claim that its rows were given under, and evidence."""
         self._on_evidence = on_evidence
         self._lock = threading.Lock()
         self._wrong: dict[NodeId, deque[Wrong]] = {}
@@ -102,7 +103,8 @@ class Exhibits:
         with self._lock:
             if node_id not in self._accused:
                 return
-            evidence = _evidence_of(tuple(self._wrong.get(node_id, ())))
+            wrong = tuple(self._wrong.get(node_id, ()))
+            evidence = _evidence_of(wrong)
             if evidence is None:
                 return
             del self._accused[node_id]
@@ -110,7 +112,7 @@ class Exhibits:
             data = encode(evidence)
         except LocalProtocolError:
             return  # more than evidence may be: this stays an opinion
-        self._on_evidence(node_id, data)
+        self._on_evidence(node_id, wrong[0].exchange.log.claim, data)  # all are of one connection
 
 
 def _evidence_of(wrong: tuple[Wrong, ...]) -> RowEvidence | None:

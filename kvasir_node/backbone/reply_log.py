@@ -19,6 +19,7 @@ from kvasir_proto.audit.reply_chain import (
     FIRST_LINK,
     SEALED_REPLIES,
     Seal,
+    claim_in_seal,
     last_link,
     link_said,
     next_program,
@@ -63,7 +64,7 @@ class Segment:
             raise RemoteProtocolError("its seal is of programs that it was not told", "unaccountable")
         if log.is_wanted and not self._is_timely(seal):
             raise RemoteProtocolError("its seal is of another time", "unaccountable")
-        if seal.claim != log.claim:
+        if seal.claim != claim_in_seal(log.claim):
             code = "unaccountable" if log.is_wanted else "stale_claim"
             raise RemoteProtocolError("it answers as a node with other certificates", code)
         return seal
@@ -100,7 +101,7 @@ class Exchange:
 class ReplyLog:
     """One connection's. Used by the thread that reads from it; segments and exchanges by any.
 
-    `claim` is what its node is held to, as seals have it. `on_sealed` hears of segments, `on_left` that the
+    `claim` is what its node is held to, by digest. `on_sealed` hears of segments, `on_left` that the
     connection is over and something that was kept of it is not sealed. Neither may block.
     """
 

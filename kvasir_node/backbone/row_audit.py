@@ -35,7 +35,6 @@ from kvasir_proto import dispatch
 from kvasir_proto.audit.core import NODES_MAX, AuditCore, NoteClaim, NoteFindings
 from kvasir_proto.audit.evidence import EXHIBIT_BYTES_MAX
 from kvasir_proto.audit.finding import Finding
-from kvasir_proto.audit.reply_chain import claim_in_seal
 from kvasir_proto.audit.sampling import CHOSEN_OF_WINDOW, WINDOW, Countdowns
 from kvasir_proto.audit.verdict import Verdict, is_wrong_for_short_sums
 from kvasir_proto.dispatch import FrameKind
@@ -90,9 +89,10 @@ it is to have, none of a row.
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row that was asked of a node, and its answer; `pairs` as in `Asked`."""
+    """A row that was asked of a node with that claim, and its answer; `pairs` as in `Asked`."""
 
     node_id: NodeId
+    claim: Claim
     layer: int
     program: ExpertProgram
     expert: int
@@ -124,12 +124,12 @@ class RowAudit:
         manifest: ModelManifest,
         read: Callable[[str, int], bytes | bytearray | memoryview],
         on_verdict: Callable[[Verdict], None],
-        on_evidence: Callable[[NodeId, bytes], None],
+        on_evidence: Callable[[NodeId, bytes, bytes], None],
         on_unaccountable: Callable[[NodeId, str, str], None],
     ) -> None:
         """`read(tensor name, expert)` gives any expert's bytes, verified. `on_verdict` gets each verdict
-        once, `on_evidence` what can be shown to others of a node that
-        was found out, `on_unaccountable` a node that does not stand for its answers, with a code and a
+        once, `on_evidence` what can be shown to others of a node that was found out, behind the digest of
+        its claim, `on_unaccountable` a node that does not stand for its answers, with a code and a
         reason. None may block.
         """
         self._manifest = manifest
@@ -178,6 +178,7 @@ class RowAudit:
         """
         with self._lock:
             places = self._core.choose(node_id, layer, experts)
+            claim = self._claim_of(node_id)
         width_in, width_out = widths
         seen: set[int] = set()
         exchange = keep() if places and len(self._rows) < EXCHANGES_WAITING_MAX else None
@@ -188,7 +189,7 @@ class RowAudit:
             seen.add(index)
             x = _copied(address, width_in)
             answer = _copied(answers_address + 4 * width_out * index, width_out)
-            row = _Row(node_id, layer, program, experts[place], pairs, x, answer, exchange, place)
+            row = _Row(node_id, claim, layer, program, experts[place], pairs, x, answer, exchange, place)
             self._look_later(row)
 
     def countdowns(self, node_id: NodeId, layer: int) -> Countdowns | None:
@@ -207,7 +208,7 @@ class RowAudit:
             engine_key,
             binding,
             self._manifest.digest(),
-            claim_in_seal(claim_digest),
+            claim_digest,
             on_left=self._take_end,
         )
 
@@ -281,18 +282,19 @@ class RowAudit:
                 x, answers, exchange = examination.ask(layer, programs[layer], experts, draws)
                 with self._lock:
                     self._rows_examined[holder.node_id] += len(experts)
+                    claim = self._claim_of(holder.node_id)
                 is_wrong = is_later = False
                 for expert in sorted(set(experts.tolist())):
                     (mine,) = np.nonzero(experts == expert)
                     if time.thread_time() > ends_at or time.monotonic() > latest:
                         for place in mine.tolist():
-                            row = (x[place], answers[place], exchange, place)
-                            self._look_later(_Row(holder.node_id, layer, programs[layer], expert, (), *row))
+                            of = (holder.node_id, claim, layer, programs[layer], expert)
+                            self._look_later(_Row(*of, (), x[place], answers[place], exchange, place))
                         is_later = True
                         n_later += len(mine)
                         continue
                     what = (holder.node_id, layer, programs[layer], expert, x[mine], answers[mine])
-                    found = self._judge(holder.node_id, partial(self._referee.judge, *what))
+                    found = self._judge(holder.node_id, claim, partial(self._referee.judge, *what))
                     is_wrong |= self._note_wrong(found, exchange, mine.tolist())
                     if any(each.outcome == "foreign" for each in found):
                         again.append((layer, expert))
@@ -415,22 +417,29 @@ class RowAudit:
         row, what = each, (each.node_id, each.layer, each.program, each.expert)
         if row.pairs:
             judge_sum = self._referee.judge_sum
-            self._judge(row.node_id, lambda form: (judge_sum(*what, row.pairs, row.x, row.answer, form),))
+            self._judge(
+                row.node_id,
+                row.claim,
+                lambda form: (judge_sum(*what, row.pairs, row.x, row.answer, form),),
+            )
             return
-        found = self._judge(row.node_id, partial(self._referee.judge, *what, row.x[None], row.answer[None]))
+        judge = partial(self._referee.judge, *what, row.x[None], row.answer[None])
+        found = self._judge(row.node_id, row.claim, judge)
         self._note_wrong(found, row.exchange, [row.pair])
 
     def _judge(
-        self, node_id: NodeId, judge: Callable[[str | None], tuple[Finding, ...]]
+        self, node_id: NodeId, claim: Claim, judge: Callable[[str | None], tuple[Finding, ...]]
     ) -> tuple[Finding, ...]:
-        """Have the referee judge answers in the form that their node claims, and take in what it finds."""
-        with self._lock:
-            form = self._claims.get(node_id, Claim()).form
+        """Have the referee judge answers in the form that their node claimed, and take in what it finds:
+        nothing where the node is here as another by then, which is examined itself.
+        """
         with self._referee_lock:
             if self._is_closing.is_set():
                 return ()
-            found = judge(form)
+            found = judge(claim.form)
         with self._lock:
+            if self._claim_of(node_id) != claim:
+                return ()
             self._core.command(NoteFindings(found), _NEVER)
             verdicts = self._core.drain()
         for verdict in verdicts:
@@ -454,9 +463,13 @@ class RowAudit:
                 self._exhibits.note(Wrong(exchange, pair, digest))
         return bool(wrong)
 
+    def _claim_of(self, node_id: NodeId) -> Claim:
+        """Under the lock."""
+        return self._claims.get(node_id, Claim())
+
     def _is_held_against(self, finding: Finding) -> bool:
         with self._lock:
-            is_held_to_f32 = self._claims.get(finding.node_id, Claim()).can_be_held_to
+            is_held_to_f32 = self._claim_of(finding.node_id).can_be_held_to
         return is_held_to_f32 or is_wrong_for_short_sums(finding)
 
 

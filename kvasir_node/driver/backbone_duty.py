@@ -707,26 +707,26 @@ class BackboneDuty:
             n_foreign=judged.n_foreign,
         )
         if judged.verdict == "unfit":
-            self._tell_found_out(judged.node_id, "unfit", judged.reason, self._now(), is_of_rows=True)
+            self._tell_found_out(judged.node_id, "unfit", judged.reason, self._now(), judged.claim_digest)
         self._note_change()
 
     def _tell_found_out(
-        self, node_id: NodeId, word: AuditVerdict, reason: str, until: Instant, *, is_of_rows: bool
+        self, node_id: NodeId, word: AuditVerdict, reason: str, until: Instant, claim: bytes | None
     ) -> None:
-        """Have the core plan by what was found. What was found of rows is of the node as it is certified."""
-        record = self._core.record_of(node_id)
-        claim = None if not is_of_rows else record.claim_digest() if record is not None else b""
+        """Have the core plan by what was found. What was found of rows is of the node with the `claim` that
+        they were given under, whatever it shows by now; None: it is not of rows.
+        """
         self._core.command(FoundOut(VerdictInForce(node_id, word, as_sentence(reason), until, claim)))
 
     def _accuse(self, shown: HolderEvidenced) -> None:
         """What the engine's audit has found of a holder can be shown: have others look into it."""
-        judged, record = self._judged.get(shown.node_id), self._core.record_of(shown.node_id)
-        if judged is None or record is None:
+        judged = self._judged.get(shown.node_id)
+        if judged is None:
             return
         self._core.command(
             Accuse(
                 node_id=shown.node_id,
-                claim_digest=record.claim_digest(),
+                claim_digest=shown.claim_digest,
                 word=judged.verdict,
                 reason=judged.reason,
                 n_rows=judged.n_foreign,
@@ -870,9 +870,9 @@ class BackboneDuty:
             self._core.command(HolderFailed(node_id, as_sentence(f"{code}: {reason}")))
             return
         log.warning("holder_quarantined", node=node_id, reason=fault.reason, n_faults=fault.n_faults)
-        self._tell_found_out(
-            node_id, "quarantined", fault.reason, fault.until, is_of_rows=code == "quarantined"
-        )
+        judged = self._judged.get(node_id) if code == "quarantined" else None
+        claim = judged.claim_digest if judged is not None else None
+        self._tell_found_out(node_id, "quarantined", fault.reason, fault.until, claim)
 
     # -- this node's own experts -------------------------------------------------------------------
 

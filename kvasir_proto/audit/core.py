@@ -189,7 +189,7 @@ class AuditCore:
                 reason = f"{subject.n_flipped} of {subject.n_rows} audited rows were rounded another way"
         else:
             reason = f"its rows come nearer to the gate: {subject.drift.level:.1f} over {subject.n_rows} rows"
-        verdict = Verdict(node_id, word, reason, subject.n_rows, subject.n_foreign)
+        verdict = Verdict(node_id, word, reason, subject.n_rows, subject.n_foreign, subject.certificate)
         subject.verdict = verdict
         subject.test, subject.drift = SequentialTest(), DriftAlarm()
         subject.foreign.clear()

@@ -26,8 +26,8 @@ its width."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an audit says of a node, and why, in words. Of `n_rows` rows that were looked at `n_foreign` were
-    explained by nothing.
+    """What an audit says of a node with these certificates, and why, in words. Of `n_rows` rows that were
+    looked at `n_foreign` were explained by nothing.
     """
 
     node_id: NodeId
@@ -35,6 +35,7 @@ class Verdict:
     reason: str
     n_rows: int
     n_foreign: int
+    certificate: bytes = b""
 
 
 def word_of(foreign: Sequence[Finding]) -> AuditVerdict:

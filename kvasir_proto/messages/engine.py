@@ -455,7 +455,8 @@ class AnswersTimed:
 @dataclass(frozen=True, slots=True)
 class HolderJudged:
     """The audit has a verdict of a node: of `n_rows` rows that it looked at `n_foreign` were explained by
-    nothing, when `n_rows_asked` had been asked of it. One that is quarantined is lost as well.
+    nothing, when `n_rows_asked` had been asked of it. One that is quarantined is lost as well. `claim_digest`
+    is what its rows were judged by, as `ConnectHolder` had it.
     """
 
     kind: ClassVar[str] = "holder_judged"
@@ -465,14 +466,18 @@ class HolderJudged:
     n_rows: Count
     n_foreign: Count
     n_rows_asked: Count
+    claim_digest: ClaimDigest
 
 
 @dataclass(frozen=True, slots=True)
 class HolderEvidenced:
-    """What was found of a node that was judged can be shown to others: encoded `RowEvidence`."""
+    """What was found of a node that was judged, by this claim, can be shown to others: encoded
+    `RowEvidence`.
+    """
 
     kind: ClassVar[str] = "holder_evidenced"
     node_id: NodeIdField
+    claim_digest: ClaimDigest
     evidence: EvidenceBytes
 
 

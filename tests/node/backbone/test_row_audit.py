@@ -36,7 +36,7 @@ from kvasir_proto.audit.verdict import Verdict
 from kvasir_proto.certificate import bind_engine
 from kvasir_proto.dispatch import SEAL_BYTES, Opening
 from kvasir_proto.errors import RemoteProtocolError
-from kvasir_proto.ids import SwarmDigest, node_id_of
+from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.instants import WallTime
 from tests.audited_rows import liar, sum_of
 from tests.node.tls_ends import EngineEnd, make_engine_end, seals_of, tls_pair, worker_end
@@ -75,9 +75,14 @@ class Audited:
             EXPERTS.manifest,
             EXPERTS.read,
             on_verdict=lambda verdict: self.verdicts.append((verdict, self.n_asked)),
-            on_evidence=lambda node_id, evidence: self.evidence.append(evidence),
+            on_evidence=self.take_evidence,
             on_unaccountable=lambda node_id, code, reason: self.unaccountable.append((code, reason)),
         )
+
+    def take_evidence(self, node_id: NodeId, claim_digest: bytes, evidence: bytes) -> None:
+        """Of the one node that these tests know, as it is certified."""
+        assert (node_id, claim_digest) == (NODE, CLAIM)
+        self.evidence.append(evidence)
 
     @property
     def n_asked(self) -> int:
@@ -476,6 +481,32 @@ def test_a_liar_is_found_behind_the_rows_that_were_used(audited: Audited) -> Non
     ((verdict, n_asked),) = audited.verdicts
     assert (verdict.node_id, verdict.word) == (NODE, "quarantined")
     assert n_asked <= 128
+    kernel.close()
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_verdict_is_of_what_the_node_claimed_when_it_gave_the_rows(
+    audited: Audited, is_in_time: bool
+) -> None:
+    """What is looked at when it is here as another says nothing of that one, which is examined itself."""
+    first, second = Claim(certificate=b"first"), Claim(certificate=b"second", adds_in_f32=False)
+    audited.audit.take_claim(NODE, first)
+    kernel = EXPERTS.load(liar("zeros"))
+    if is_in_time:
+        audited.show(kernel, 64)
+        wait_for(lambda: bool(audited.verdicts))
+        ((verdict, _),) = audited.verdicts
+        assert verdict.certificate == b"first"
+    else:
+        with audited.audit._referee_lock:
+            audited.show(kernel, 64)
+            audited.audit.take_claim(NODE, second)
+        audited.wait_idle()
+        audited.show(EXPERTS.load(GgmlCpuKernel), 64)
+        audited.wait(3)
+        assert audited.verdicts == []
+        (node,) = audited.audit.statistics()["nodes"]
+        assert node["foreign"] == 0
     kernel.close()
 
 

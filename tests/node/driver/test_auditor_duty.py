@@ -197,9 +197,9 @@ async def found_out(
     rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     worker.answer(0, [0, 1, 2], rows, rows)
     engine = [each for each in backbone.engines.all if each.role == "backbone"][-1]
-    await engine.say(HolderJudged(liar.node_id, "quarantined", "3 of 3 rows", 3, 3, 9))
+    await engine.say(HolderJudged(liar.node_id, "quarantined", "3 of 3 rows", 3, 3, 9, claim))
     await engine.say(HolderLost(liar.node_id, "quarantined", "3 of 3 rows"))
-    await engine.say(HolderEvidenced(liar.node_id, encode(worker.evidence({0: [0, 1, 2]}))))
+    await engine.say(HolderEvidenced(liar.node_id, claim, encode(worker.evidence({0: [0, 1, 2]}))))
     return backbone, liar, [each for each in world.nodes if each not in (backbone, liar)]
 
 

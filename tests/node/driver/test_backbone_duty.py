@@ -905,6 +905,10 @@ async def test_the_core_is_told_how_late_holders_answer(
         assert backbone.core.commanded(AnswersSeen) == [AnswersSeen(holders[0].node_id, milliseconds(3))]
 
 
+CLAIMED = bytes([7]) * 32
+"""What the rows of a holder were given under, which is not what its record shows."""
+
+
 async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
@@ -914,22 +918,23 @@ async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
         (load,) = of_kind(backbone.engine, LoadTrunk)
         assert isinstance(load, LoadTrunk)
         assert load.audit_path == str(model.source_path)
-        await backbone.engine.say(HolderJudged(first, "unfit", "3 of 9 rows", 9, 3, 70))
+        await backbone.engine.say(HolderJudged(first, "unfit", "3 of 9 rows", 9, 3, 70, CLAIMED))
         await until(lambda: bool(backbone.core.commanded(FoundOut)))
         (told,) = (each.verdict for each in backbone.core.commanded(FoundOut))
         assert told[:3] == (first, "unfit", "3 of 9 rows")
-        assert (told.until <= now(), told.claim) == (True, b"")
+        assert (told.until <= now(), told.claim) == (True, CLAIMED)
         assert backbone.line(holders[0])["state"] == "serving", "placement decides what it serves"
-        await backbone.engine.say(HolderJudged(second, "quarantined", "zeros", 3, 3, 3))
+        await backbone.engine.say(HolderJudged(second, "quarantined", "zeros", 3, 3, 3, CLAIMED))
         await backbone.engine.lose_holder(second, "quarantined", "zeros")
         await until(lambda: backbone.line(holders[1])["state"] == "quarantined")
         _, told = (each.verdict for each in backbone.core.commanded(FoundOut))
         assert told[:3] == (second, "quarantined", "quarantined: zeros")
-        assert (told.until > now(), told.claim) == (True, b""), "it is of the node as it is certified"
-        await backbone.engine.say(HolderEvidenced(second, b"evidence"))
-        await backbone.engine.say(HolderEvidenced(holders[2].node_id, b"of nobody who was judged"))
+        assert (told.until > now(), told.claim) == (True, CLAIMED), "whatever it shows by now"
+        assert backbone.core.records[second].claim_digest() != CLAIMED
+        await backbone.engine.say(HolderEvidenced(second, b"earlier", b"evidence"))
+        await backbone.engine.say(HolderEvidenced(holders[2].node_id, CLAIMED, b"of nobody who was judged"))
         await until(lambda: bool(backbone.core.commanded(Accuse)))
-        accused = Accuse(second, b"", "quarantined", "zeros", 3, b"evidence")
+        accused = Accuse(second, b"earlier", "quarantined", "zeros", 3, b"evidence")
         assert backbone.core.commanded(Accuse) == [accused]
         shown = {each["node_id"]: each for each in backbone.duty.report()["audit"]}
         assert shown[first] == {
@@ -943,7 +948,7 @@ async def test_what_the_audit_finds_is_shown_and_placement_hears_of_it(
         assert shown[second]["verdict"] == "quarantined"
         for number in range(JUDGED_MAX):
             other = node_id_of(number.to_bytes(32, "big"))
-            await backbone.engine.say(HolderJudged(other, "quarantined", "", 1, 1, 1))
+            await backbone.engine.say(HolderJudged(other, "quarantined", "", 1, 1, 1, b""))
         await until(lambda: first not in {each["node_id"] for each in backbone.duty.report()["audit"]})
         assert len(backbone.duty.report()["audit"]) == JUDGED_MAX
 
