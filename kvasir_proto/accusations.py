@@ -28,7 +28,7 @@ from kvasir_proto.accusation import (
     open_accusation,
     sign_accusation,
 )
-from kvasir_proto.audit.evidence import ROWS_NEEDED, open_evidence
+from kvasir_proto.audit.evidence import EVIDENCE_SIZE_MAX, ROWS_NEEDED, open_evidence
 from kvasir_proto.capability import has_expired
 from kvasir_proto.effects import Notice, Now, Publish, Send
 from kvasir_proto.errors import RemoteProtocolError
@@ -44,9 +44,12 @@ ACCUSED_OF_SIGNER_MAX: Final = 64
 """Nodes, each as certified then, of which one signer's accusations are held and wait; its oldest go first."""
 SIGNERS_MAX: Final = 16
 """Whose accusations are held: all electors, the backbone, this node, and some that were electors."""
-EVIDENCE_KEPT: Final = 4
-"""Pieces of evidence that others can ask for: 5 MiB."""
+EVIDENCE_KEPT_MAX: Final = ACCUSED_OF_SIGNER_MAX
+EVIDENCE_KEPT_BYTES_MAX: Final = 12 * EVIDENCE_SIZE_MAX
+"""Evidence that others can ask for: 15 MiB, twelve pieces at least. Of more that goes first which nobody
+needs any more, since its swarm has agreed or this node says it no more, and then what is oldest."""
 ANSWER_TIMEOUT: Final[Duration] = seconds(30)
+"""How long an elector waits for evidence, and so how often the same piece goes to the same one."""
 RECOMPUTE_TIMEOUT: Final[Duration] = seconds(120)
 SPACING: Final[Duration] = seconds(1)
 """Between two that are looked into."""
@@ -134,6 +137,11 @@ class _Case(NamedTuple):
     claim_digest: bytes
 
 
+class _Kept(NamedTuple):
+    case: _Case
+    evidence: bytes
+
+
 _CasesBySigner: TypeAlias = OrderedDict[NodeId, OrderedDict[_Case, None]]
 """Of each signer the oldest first."""
 
@@ -205,7 +213,9 @@ class Accusations:
         self._electors: frozenset[NodeId] = frozenset()
         self._backbone: NodeId | None = None
         self._heard: OrderedDict[_Case, _Heard] = OrderedDict()
-        self._evidence: OrderedDict[bytes, bytes] = OrderedDict()
+        self._evidence: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._shown: dict[tuple[NodeId, bytes], Instant] = {}
+        """Who was shown which evidence when, in the last moments."""
         self._said: _CasesBySigner = OrderedDict()
         self._waiting: _CasesBySigner = OrderedDict()
         self._inquiry: _Inquiry | None = None
@@ -240,9 +250,10 @@ class Accusations:
             fields = (("node", request.node_id), ("reason", error.reason))
             self._effects.append(Notice("accusation_not_made", fields))
             return
-        digest = self._keep(request.evidence)
+        case = _Case(request.node_id, request.claim_digest)
+        digest = self._keep(case, request.evidence)
         self._sign(
-            _Case(request.node_id, request.claim_digest),
+            case,
             request.word,
             request.reason,
             request.n_rows,
@@ -285,13 +296,9 @@ class Accusations:
         return heard
 
     def receive(self, message: EvidenceRequest | EvidenceReply, sender: NodeId, now: Now) -> None:
-        """Raises `RemoteProtocolError` for who may not ask, and for evidence that is none."""
+        """Raises `RemoteProtocolError` for who may not ask, or not yet, and for evidence that is none."""
         if isinstance(message, EvidenceRequest):
-            if sender not in self._electors:
-                raise RemoteProtocolError("only electors ask for evidence", "not_an_elector")
-            data = self._evidence.get(message.evidence)
-            if data is not None:
-                self._effects.append(Send(sender, EvidenceReply(data)))
+            self._show(message.evidence, sender, now.instant)
             return
         inquiry = self._inquiry
         if inquiry is None or inquiry.signer != sender or inquiry.evidence:
@@ -325,7 +332,7 @@ class Accusations:
         elif result.word is None or result.n_rows < ROWS_NEEDED:
             self._refute(inquiry, result.reason or "the rows are right", now)
         else:
-            digest = self._keep(inquiry.evidence)
+            digest = self._keep(inquiry.case, inquiry.evidence)
             self._sign(inquiry.case, result.word, result.reason, result.n_rows, digest, now)
             self._signer(inquiry.signer).unshown = 0
             self._end(now)
@@ -443,13 +450,35 @@ class Accusations:
         self._free_at = after(now.instant, SPACING)
         self._look(now)
 
-    def _keep(self, evidence: bytes) -> bytes:
+    def _keep(self, case: _Case, evidence: bytes) -> bytes:
         digest = hashlib.sha256(evidence).digest()
         self._evidence.pop(digest, None)
-        self._evidence[digest] = evidence
-        while len(self._evidence) > EVIDENCE_KEPT:
-            self._evidence.popitem(last=False)
+        self._evidence[digest] = _Kept(case, evidence)
+        size_bytes = sum(len(each.evidence) for each in self._evidence.values())
+        while len(self._evidence) > EVIDENCE_KEPT_MAX or size_bytes > EVIDENCE_KEPT_BYTES_MAX:
+            others = (each for each in self._evidence if each != digest)
+            gone = self._evidence.pop(min(others, key=self._is_needed))
+            size_bytes -= len(gone.evidence)
         return digest
+
+    def _is_needed(self, digest: bytes) -> bool:
+        """Whether others may yet ask for this evidence to some end."""
+        case = self._evidence[digest].case
+        is_said = case in self._said.get(self._node_id, ())
+        return is_said and self._heard[case].agreed is None
+
+    def _show(self, digest: bytes, elector: NodeId, now: Instant) -> None:
+        """Raises `RemoteProtocolError` for who does not vote, and who has just been shown it."""
+        if elector not in self._electors:
+            raise RemoteProtocolError("only electors ask for evidence", "not_an_elector")
+        kept = self._evidence.get(digest)
+        if kept is None:
+            return
+        self._shown = {to: at for to, at in self._shown.items() if after(at, ANSWER_TIMEOUT) > now}
+        if (elector, digest) in self._shown:
+            raise RemoteProtocolError("it was shown that a moment ago", "too_often")
+        self._shown[elector, digest] = now
+        self._effects.append(Send(elector, EvidenceReply(kept.evidence)))
 
     def _sign(
         self, case: _Case, word: AuditVerdict, reason: str, n_rows: int, digest: bytes, now: Now

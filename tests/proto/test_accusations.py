@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_node.certification.certify import expert_program
+from kvasir_proto import accusations
 from kvasir_proto.accusation import (
     ACCUSATION_LIFETIME,
     ACCUSATION_SIZE_MAX,
@@ -24,7 +26,7 @@ from kvasir_proto.accusations import (
     ACCUSED_OF_SIGNER_MAX,
     ANSWER_TIMEOUT,
     DISTRUST_FIRST,
-    EVIDENCE_KEPT,
+    EVIDENCE_KEPT_MAX,
     RECOMPUTE_TIME_HOURLY,
     RECOMPUTE_TIMEOUT,
     REPEAT_INTERVAL,
@@ -39,7 +41,7 @@ from kvasir_proto.accusations import (
     _Case,
     _Heard,
 )
-from kvasir_proto.audit.evidence import ROW_EVIDENCE, rows_shown
+from kvasir_proto.audit.evidence import EVIDENCE_SIZE_MAX, ROW_EVIDENCE, rows_shown
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import Notice, Now, Publish, Send
 from kvasir_proto.errors import LocalProtocolError, RemoteProtocolError
@@ -468,9 +470,50 @@ def test_tables_are_bounded() -> None:
         core.take(sign_accusation(said, key_of(1), SWARM.digest), NOW)
     assert len(core._heard) == len(core._said[node(1)]) == ACCUSED_OF_SIGNER_MAX
     assert len(core._waiting[node(1)]) <= ACCUSED_OF_SIGNER_MAX
-    for number in range(20, 20 + EVIDENCE_KEPT + 2):
+    for number in range(20, 20 + EVIDENCE_KEPT_MAX + 2):
         core.accuse(accuse(evidence_of(number, WRONG), number), NOW)
-    assert len(core._evidence) == EVIDENCE_KEPT
+    assert len(core._evidence) == EVIDENCE_KEPT_MAX
+
+
+def is_shown(core: Accusations, evidence: bytes, to: int, now: Now = NOW) -> bool:
+    core.drain()
+    with contextlib.suppress(RemoteProtocolError):
+        core.receive(EvidenceRequest(hashlib.sha256(evidence).digest()), node(to), now)
+    return Send(node(to), EvidenceReply(evidence)) in core.drain()
+
+
+def test_of_many_found_out_at_once_each_can_be_shown_and_who_is_agreed_on_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = {number: evidence_of(number, WRONG) for number in range(20, 33)}
+    size_bytes = max(len(each) for each in shown.values())
+    assert accusations.EVIDENCE_KEPT_BYTES_MAX == 12 * EVIDENCE_SIZE_MAX
+    monkeypatch.setattr(accusations, "EVIDENCE_KEPT_BYTES_MAX", 12 * size_bytes)
+    core = Electors(3).all[1]
+    for number in range(20, 32):
+        core.accuse(accuse(shown[number], number), NOW)
+    assert all(is_shown(core, shown[number], 2) for number in range(20, 32))
+    for signer in (2, 3):
+        said = accusation(25, evidence=hashlib.sha256(shown[25]).digest())
+        core.take(sign_accusation(said, key_of(signer), SWARM.digest), NOW)
+    core.accuse(accuse(shown[32], 32), NOW)
+    assert [number for number in shown if not is_shown(core, shown[number], 3)] == [25], "all know"
+    core.accuse(accuse(evidence_of(33, WRONG), 33), NOW)
+    later = Now(after(NOW.instant, ANSWER_TIMEOUT), NOW.wall)
+    assert [number for number in shown if not is_shown(core, shown[number], 3, later)] == [20, 25], "oldest"
+
+
+def test_one_piece_of_evidence_goes_to_one_elector_as_often_as_that_can_use_it() -> None:
+    core = Electors(3).all[1]
+    other = evidence_of(21, WRONG)
+    core.accuse(accuse(WRONG_ROWS), NOW)
+    core.accuse(accuse(other, 21), NOW)
+    given = [0, 0, 0]
+    for second in range(200):
+        now = Now(after(NOW.instant, seconds(second)), NOW.wall)
+        for index, (evidence, to) in enumerate(((WRONG_ROWS, 2), (other, 2), (WRONG_ROWS, 3))):
+            given[index] += is_shown(core, evidence, to, now)
+    assert given == [-(-200 * 10**9 // ANSWER_TIMEOUT)] * 3
 
 
 def test_nobody_accuses_by_what_shows_nothing() -> None:
