@@ -70,7 +70,8 @@ class Completions(Protocol):
         Entering takes a bounded time: the session has its place then, maybe in a queue, or
         `CompletionRefused` is raised. The iterator gives tokens in order, each once and never revised, and
         ends after the one with a ``finish``. It raises `KvasirError` when the session cannot go on, and
-        `CompletionRefused` when it never began; every wait inside it is bounded.
+        `CompletionRefused` when it never began; every wait inside it is bounded. Errors come as themselves,
+        in no group.
         """
 
 

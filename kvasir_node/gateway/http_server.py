@@ -1,0 +1,317 @@
+"""HTTP/1.1 over trio's streams: h11 says what bytes mean, this module how long and how much is waited for.
+
+Every read and write has a deadline, every size and the number of connections a bound; a client that sends one
+byte a second, reads nothing or never stops costs itself a connection. While an answer is made the connection
+is watched: a client that closes it, be it in one direction, is gone, and who answers is cancelled at once.
+What requests mean is the handler's; TLS is for a proxy in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Final
+
+import h11
+import trio
+
+from kvasir_node import __version__
+from kvasir_node.gateway.http_messages import ClientGone, Headers, HttpHandler, HttpHead, HttpRequest
+from kvasir_node.gateway.refusal import Refusal
+from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.telemetry import get_logger
+
+log = get_logger()
+
+_READ_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one client may cost. Times in seconds."""
+
+    connections_max: int = 64
+    refusing_max: int = 16
+    """Connections that are told at one time that there are too many; more are closed without a word."""
+    head_bytes_max: int = 32 << 10
+    """Of a request's first line and headers. A browser's cookies for localhost can be 8 KiB."""
+    body_bytes_max: int = 4 << 20
+    """A prompt of a million characters, most of them of one byte."""
+    ahead_bytes_max: int = 64 << 10
+    """What a client may send of its next request while it is answered."""
+    idle_s: float = 75.0
+    """Between requests. OpenAI's client lets connections go after 5 s, a browser after about 60 s."""
+    head_s: float = 10.0
+    """From a request's first byte to the last of its head."""
+    body_s: float = 30.0
+    write_s: float = 30.0
+    """For one piece of an answer to be taken from us."""
+    linger_s: float = 2.0
+    """How long is read on, so that an error reaches a client that is still sending."""
+
+
+class HttpServer:
+    """Connections and their requests. ``wall_time`` gives Unix time, for the `Date` header."""
+
+    def __init__(
+        self,
+        handler: HttpHandler,
+        limits: HttpLimits | None = None,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._handler = handler
+        self._limits = limits or HttpLimits()
+        self._wall_time = wall_time
+        self._n_refusing = 0
+        self.n_connections = 0
+
+    async def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
+        """Serve until cancelled."""
+        await trio.serve_listeners(self.serve_connection, list(listeners))
+
+    async def serve_connection(self, stream: trio.abc.Stream) -> None:
+        """One connection, to its end. Nothing that a client does raises here."""
+        if self.n_connections >= self._limits.connections_max:
+            await self._refuse(stream)
+            return
+        self.n_connections += 1
+        connection = _Connection(stream, self._limits, self._wall_time)
+        try:
+            with contextlib.suppress(ClientGone):
+                await connection.serve(self._handler)
+                await connection.linger()
+        finally:
+            self.n_connections -= 1
+            await trio.aclose_forcefully(stream)
+
+    async def _refuse(self, stream: trio.abc.Stream) -> None:
+        """Tell one client that there are too many."""
+        refusal = Refusal(503, "too many connections", code="too_many_connections", retry_after_s=1.0)
+        self._n_refusing += 1
+        try:
+            if self._n_refusing <= self._limits.refusing_max:
+                connection = _Connection(stream, self._limits, self._wall_time)
+                with contextlib.suppress(ClientGone), trio.move_on_after(self._limits.linger_s):
+                    await connection.refuse(refusal)
+                    await connection.linger()
+        finally:
+            self._n_refusing -= 1
+            await trio.aclose_forcefully(stream)
+
+
+class _Connection:
+    """One connection: requests, one after another, and the reply to the one at hand."""
+
+    def __init__(self, stream: trio.abc.Stream, limits: HttpLimits, wall_time: Callable[[], float]) -> None:
+        self._stream = stream
+        self._limits = limits
+        self._wall_time = wall_time
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.head_bytes_max)
+        self._deadline = math.inf
+        self._client = _client_of(stream)
+        self._is_head_only = False
+        """Whether the request at hand wants no body."""
+
+    async def serve(self, handler: HttpHandler) -> None:
+        """Answer requests until the connection is to end. Raises `ClientGone`."""
+        while True:
+            try:
+                head = await self._receive_head()
+                if head is None:
+                    return
+                handler.check(head)
+                request = HttpRequest(head, await self._receive_body(head))
+            except h11.RemoteProtocolError as error:
+                await self.refuse(Refusal(_status_of(error), f"this is no HTTP that is spoken here: {error}"))
+                return
+            except Refusal as refusal:
+                # A body that was not read is in the way of the next request.
+                await self.refuse(refusal)
+                return
+            await self._answer(handler, request)
+            if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                return
+            self._http.start_next_cycle()
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answer with an error, where an answer can still begin. Raises `ClientGone`."""
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers = (("Content-Type", "application/json"), *refusal.headers())
+            if self._http.their_state is not h11.DONE:
+                headers = (*headers, ("Connection", "close"))
+            await self.send(refusal.status, headers, refusal.body())
+
+    async def linger(self) -> None:
+        """Let what was sent arrive: closing with bytes unread would take it back."""
+        n_left = self._limits.body_bytes_max
+        with trio.move_on_after(self._limits.linger_s), contextlib.suppress(trio.BrokenResourceError):
+            if isinstance(self._stream, trio.abc.HalfCloseableStream):
+                await self._stream.send_eof()
+            while n_left > 0 and (data := await self._stream.receive_some(_READ_BYTES)):
+                n_left -= len(data)
+
+    # --- the reply ------------------------------------------------------------------------------------------
+
+    async def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `HttpReply`."""
+        await self._send(
+            self._response(status, (*headers, ("Content-Length", str(len(body))))),
+            *((h11.Data(data=body),) if body and not self._is_head_only else ()),
+            h11.EndOfMessage(),
+        )
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See `HttpReply`."""
+        await self._send(self._response(status, headers))
+
+    async def write(self, data: bytes) -> None:
+        """See `HttpReply`."""
+        if data and not self._is_head_only:
+            await self._send(h11.Data(data=data))
+
+    async def finish(self) -> None:
+        """See `HttpReply`."""
+        await self._send(h11.EndOfMessage())
+
+    def _response(self, status: int, headers: Headers) -> h11.Response:
+        return h11.Response(
+            status_code=status,
+            headers=[
+                ("Date", formatdate(self._wall_time(), usegmt=True)),
+                ("Server", f"kvasir/{__version__}"),
+                ("Cache-Control", "no-store"),
+                ("X-Content-Type-Options", "nosniff"),
+                *headers,
+            ],
+        )
+
+    async def _send(self, *events: h11.Event) -> None:
+        data = b"".join(self._http.send(each) or b"" for each in events)
+        if not data:
+            return
+        try:
+            with trio.fail_after(self._limits.write_s):
+                await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            raise ClientGone from None
+
+    # --- the request ----------------------------------------------------------------------------------------
+
+    async def _receive_head(self) -> HttpHead | None:
+        """The next request's head; None when there is none, or the connection was idle for too long."""
+        limits = self._limits
+        has_begun = bool(self._http.trailing_data[0])
+        self._deadline = trio.current_time() + (limits.head_s if has_begun else limits.idle_s)
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            if not await self._receive_more():
+                if has_begun:
+                    raise Refusal(408, "the request did not come to its end in time", code="timeout")
+                return None
+            if not has_begun:
+                has_begun = True
+                self._deadline = trio.current_time() + limits.head_s
+        if not isinstance(event, h11.Request):
+            return None
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise Refusal(505, "HTTP/1.1 is spoken here", code="http_version")
+        # h11 bounds what is incomplete; a head that came at once can be as long as what is read at once.
+        size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+        if size > limits.head_bytes_max:
+            raise Refusal(431, "the headers are too long", code="headers_too_long")
+        self._is_head_only = event.method == b"HEAD"
+        headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers)
+        path = event.target.decode("latin-1").partition("?")[0]
+        return HttpHead(event.method.decode("latin-1"), path, headers, self._client)
+
+    async def _receive_body(self, head: HttpHead) -> bytes:
+        """The body of that request. Raises `Refusal` when it is too long, or too long coming."""
+        limits = self._limits
+        self._deadline = trio.current_time() + limits.body_s
+        too_long = Refusal(413, f"a body has at most {limits.body_bytes_max} bytes", code="body_too_large")
+        # Said before somebody sends it all; h11 has seen to it that it is a number.
+        if int(head.header("content-length") or 0) > limits.body_bytes_max:
+            raise too_long
+        body = bytearray()
+        while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                if self._http.they_are_waiting_for_100_continue:
+                    await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+                if not await self._receive_more():
+                    raise Refusal(408, "the request did not come to its end in time", code="timeout")
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > limits.body_bytes_max:
+                    raise too_long
+            else:
+                raise ClientGone
+        return bytes(body)
+
+    async def _receive_more(self) -> bool:
+        """Hand h11 what comes next; False when the deadline passed before. Raises `ClientGone`."""
+        with trio.move_on_at(self._deadline):
+            try:
+                data = await self._stream.receive_some(_READ_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise ClientGone from None
+            self._http.receive_data(bytes(data))
+            return True
+        return False
+
+    # --- both -----------------------------------------------------------------------------------------------
+
+    async def _answer(self, handler: HttpHandler, request: HttpRequest) -> None:
+        """Have one request answered; whoever does it is cancelled when the client goes away."""
+        async with open_unwrapping_nursery() as nursery:
+            is_gone = False
+
+            async def watch() -> None:
+                nonlocal is_gone
+                await self._wait_gone()
+                is_gone = True
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            await self._answer_or_refuse(handler, request)
+            nursery.cancel_scope.cancel()
+        if is_gone:
+            raise ClientGone
+
+    async def _answer_or_refuse(self, handler: HttpHandler, request: HttpRequest) -> None:
+        try:
+            await handler.answer(request, self)
+        except Refusal as refusal:
+            await self.refuse(refusal)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("gateway_request_crashed", path=request.head.path)
+            await self.refuse(Refusal(500, "the gateway failed; its log says how", code="internal"))
+
+    async def _wait_gone(self) -> None:
+        """Return when the client has closed, or sends far ahead of what it is answered."""
+        n_ahead = 0
+        while n_ahead <= self._limits.ahead_bytes_max:
+            try:
+                data = await self._stream.receive_some(_READ_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            n_ahead += len(data)
+            self._http.receive_data(bytes(data))
+
+
+def _client_of(stream: trio.abc.Stream) -> str:
+    """The address at the other end, without its port; empty where there is none."""
+    if isinstance(stream, trio.SocketStream):
+        with contextlib.suppress(OSError):
+            return str(stream.socket.getpeername()[0])
+    return ""
+
+
+def _status_of(error: h11.RemoteProtocolError) -> int:
+    return error.error_status_hint if 400 <= error.error_status_hint < 600 else 400
