@@ -69,7 +69,16 @@ class NotReady(KvasirError):
 
 
 class NoHolderLeft(KvasirError):
-    """No holder of some expert could answer within its deadline, so the step could not be finished."""
+    """No holder of some expert could answer within its deadline, so the step could not be finished.
+
+    Of ``n_tokens`` tokens of a layer call these ``tokens``, counted from 0, are known to need such an expert;
+    there may be more. None where nobody can say.
+    """
+
+    def __init__(self, reason: str, tokens: frozenset[int] = frozenset(), n_tokens: int = 0) -> None:
+        super().__init__(reason)
+        self.tokens = tokens
+        self.n_tokens = n_tokens
 
 
 class DiskFull(KvasirError):

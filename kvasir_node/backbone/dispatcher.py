@@ -635,15 +635,19 @@ class Dispatcher:
         """The error for ids that name experts that nobody has, or that do not exist."""
         call = self._call
         ids = _ids_at(call.ids_address, call.n_tokens * call.n_slots)
-        ids = ids[pairs.values] if pairs else ids[:n_pairs]
+        of_pairs = pairs.values if pairs else np.arange(n_pairs, dtype=np.int32)
+        ids = ids[of_pairs]
         holder_of_expert = table.values
         outside = ids[(ids < 0) | (ids >= len(holder_of_expert))]
         if len(outside):
             return EngineFailed(f"the router chose expert {int(outside[0])} of {len(holder_of_expert)}")
-        absent = np.unique(ids[holder_of_expert[ids] == _NOBODY])
+        is_absent = holder_of_expert[ids] == _NOBODY
+        absent = np.unique(ids[is_absent])
+        tokens = frozenset((of_pairs[is_absent] // call.n_slots).tolist())
         shown = ", ".join(str(expert) for expert in absent[:8])
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-        return NoHolderLeft(f"no holder is left for layer {call.layer}, experts {shown}{more}")
+        reason = f"no holder is left for layer {call.layer}, experts {shown}{more}"
+        return NoHolderLeft(reason, tokens, call.n_tokens)
 
     def _submit(
         self,

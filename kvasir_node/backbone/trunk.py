@@ -25,7 +25,8 @@ from kvasir_node.backbone.tensor_placement import place_tensors
 from kvasir_node.engine.llama_log import forget_errors, name_model, why_it_failed
 from kvasir_node.ggml_devices import NO_DEVICE, trunk_device
 from kvasir_node.native_library import load_ggml
-from kvasir_proto.errors import EngineFailed, ModelUnusable, UsageError
+from kvasir_proto.errors import EngineFailed, ModelUnusable, NoHolderLeft, UsageError
+from kvasir_proto.sessions.requests import CacheStep, ClearCache, CopySequence, ForgetSequence, Place
 
 _KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}
 _PIECE_BYTES_MAX = 512
@@ -41,6 +42,8 @@ class TrunkSettings:
     kv_type: str = "f16"
     device: str = NO_DEVICE
     """Where everything but the routed experts is computed: `ggml_devices.choose_device` reads it."""
+    n_sequences: int = 1
+    """Sequences that share the cells of the KV cache; more than one are driven by `Trunk.decode_places`."""
     flash_attention: bool = True
     """With it llama.cpp rounds keys and values to F16 whatever the cache holds."""
 
@@ -60,7 +63,11 @@ class DecodeFailed(EngineFailed):
 
 
 class Trunk:
-    """A loaded model with one context and one sequence. Not thread-safe: one thread drives it."""
+    """A loaded model with one context. Not thread-safe: one thread drives it.
+
+    `decode`, `clear` and `position` are of its only sequence; where it has several, `change_cache`,
+    `decode_places` and `n_in_cache` take their place.
+    """
 
     def __init__(
         self,
@@ -103,15 +110,20 @@ class Trunk:
             llama_cpp.llama_model_free(self._model)
             raise
 
-    def beside(self, n_ctx: int, n_ubatch: int, watch: GraphWatch | None = None) -> Trunk:
+    def beside(
+        self, n_ctx: int, n_ubatch: int, watch: GraphWatch | None = None, *, n_sequences: int = 1
+    ) -> Trunk:
         """Another context of this model, which may show its values: close it before this trunk.
 
-        Weights, all other settings and the experts' source are the same. Raises `UsageError` for values of a
+        Weights, all other settings and the experts' source are the same. It may be driven by another thread,
+        where the experts' source allows for that. Raises `UsageError` for values of a
         device, `ModelUnusable` when the memory does not suffice for it.
         """
         other = object.__new__(Trunk)
         other._experts, other.device_name = self._experts, self.device_name
-        other.settings = replace(self.settings, n_ctx=n_ctx, n_ubatch=min(n_ctx, n_ubatch))
+        other.settings = replace(
+            self.settings, n_ctx=n_ctx, n_ubatch=min(n_ctx, n_ubatch), n_sequences=n_sequences
+        )
         other._model, other._vocabulary, other._owns_model = self._model, self._vocabulary, False
         other._open_context(watch)
         return other
@@ -122,7 +134,9 @@ class Trunk:
         context.n_ctx = settings.n_ctx
         context.n_batch = settings.n_ctx
         context.n_ubatch = settings.n_ubatch
-        context.n_seq_max = 1
+        context.n_seq_max = settings.n_sequences
+        # One cache for all of them: chunks of prompts and single tokens go through the layers together.
+        context.kv_unified = settings.n_sequences > 1
         context.n_threads = settings.n_threads
         context.n_threads_batch = settings.n_threads
         context.flash_attn_type = (
@@ -214,6 +228,76 @@ class Trunk:
             self.clear()
         else:
             self._position = end
+
+    # -- several sequences -------------------------------------------------------------------------
+
+    def change_cache(self, step: CacheStep) -> None:
+        """Forget a sequence or all of them, or let one begin with another's tokens."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        match step:
+            case ClearCache():
+                self.clear()
+            case ForgetSequence(sequence):
+                llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
+            case CopySequence(source, target, n_tokens):
+                llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n_tokens)
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether a sequence can begin with a part of another one: recurrent states know no parts."""
+        return not self._has_states
+
+    def n_in_cache(self, sequence: int) -> int:
+        """Tokens of a sequence from its first on."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        return int(llama_cpp.llama_memory_seq_pos_max(memory, sequence)) + 1
+
+    def decode_places(self, places: Sequence[Place]) -> None:
+        """Decode one ubatch of tokens of several sequences; those of one lie side by side.
+
+        `logits` then takes the index of a place that is sampled. Raises as `decode` does; of the ubatch
+        nothing is left in the cache then, and where states could not go back nothing of its sequences:
+        `n_in_cache` says what is. A `NoHolderLeft` names places in `tokens`, or none.
+        """
+        if not 1 <= len(places) <= self.n_ctx:
+            raise DecodeFailed(f"a ubatch of {len(places)} tokens in a context of {self.n_ctx}")
+        if any(not 0 <= each.token < self.n_vocab for each in places):
+            raise DecodeFailed(f"a token id is outside the vocabulary of {self.n_vocab}")
+        begins = {each.sequence: each.position for each in reversed(places)}
+        batch = self._batch
+        batch.n_tokens = len(places)
+        for index, place in enumerate(places):
+            batch.token[index] = place.token
+            batch.pos[index] = place.position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = place.sequence
+            batch.logits[index] = place.is_sampled
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status == 0:
+            return
+        forget_errors()
+        failure = self._experts.take_failure() if self._experts is not None else None
+        for sequence, begin in begins.items():
+            if self._has_states and self.n_in_cache(sequence) != begin:
+                self.change_cache(ForgetSequence(sequence))
+        if isinstance(failure, NoHolderLeft):
+            raise NoHolderLeft(str(failure), self._places_of(failure, places)) from failure
+        raise failure or DecodeFailed(f"llama_decode failed with status {status}")
+
+    def _places_of(self, failure: NoHolderLeft, places: Sequence[Place]) -> frozenset[int]:
+        """The places that a layer call's tokens are of.
+
+        A layer is computed for all places, or, where only logits follow, for those that are sampled. Whether
+        llama.cpp cut the ubatch, as it does for states, and in what order, does not show.
+        """
+        sampled = [index for index, each in enumerate(places) if each.is_sampled]
+        if self._has_states:
+            return frozenset()
+        if failure.n_tokens == len(places):
+            return failure.tokens
+        if failure.n_tokens == len(sampled):
+            return frozenset(sampled[each] for each in failure.tokens)
+        return frozenset()
 
     def logits(self, index: int = -1) -> npt.NDArray[np.float32]:
         """Logits of the batch's output ``index``, shape [n_vocab]; a view valid until the next decode."""

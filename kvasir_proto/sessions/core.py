@@ -31,6 +31,7 @@ from kvasir_proto.sessions.requests import (
     Emit,
     End,
     EndAll,
+    ForgetSequence,
     HoldersChanged,
     Open,
     Place,
@@ -401,7 +402,11 @@ class SessionCore:
         sessions = self._finish_ubatch(context)
         standing = dict(event.standing)
         for session in sessions:
-            session.n_decoded = min(standing.get(session.sequence, 0), session.n_decoded)
+            session.n_decoded = standing.get(session.sequence, 0)
+            if session.n_pending <= 0 and not session.is_over:
+                # All of it went through, and its logits are gone: there is no going back by one token only.
+                context.steps.append(ForgetSequence(session.sequence))
+                session.n_decoded = 0
         concerned = [each for each in sessions if not each.is_over]
         if event.is_aborted:
             pass  # nobody's fault

@@ -294,8 +294,9 @@ def test_without_another_holder_the_call_fails_in_time(swarm: Swarm, deed: Deed)
     swarm.add(HIGH, HIGH)
     call = ToyCall(IDS)
     started = time.monotonic()
-    with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1, 2$"):
+    with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1, 2$") as raised:
         swarm.dispatcher(call)
+    assert raised.value.n_tokens == len(IDS)
     assert time.monotonic() - started < IN_TIME_S
     assert set(swarm.codes) <= CODES[deed]
     swarm.dispatcher.settle()
@@ -544,6 +545,24 @@ def test_settling_reads_what_a_failed_call_left_behind(swarm: Swarm) -> None:
     swarm.add(LOW, LOW)
     swarm.run()
     assert len(swarm.lost) == 1
+
+
+def test_a_call_without_holders_says_for_which_tokens(swarm: Swarm) -> None:
+    """Whoever decodes several sessions together goes on without those."""
+    swarm.add(HIGH, HIGH)
+    with pytest.raises(NoHolderLeft, match=r"layer 1, experts 0, 1$") as raised:
+        swarm.dispatcher(ToyCall([[3, 4], [0, 3], [5, 4], [5, 1], [3, 5]]))
+    assert raised.value.tokens == {1, 3}
+    assert raised.value.n_tokens == 5
+
+
+def test_a_holder_that_dies_says_for_which_tokens_nobody_is_left(swarm: Swarm) -> None:
+    swarm.add(HIGH, HIGH)
+    swarm.add(LOW, LOW, default=Deed.CLOSE)
+    with pytest.raises(NoHolderLeft) as raised:
+        swarm.dispatcher(ToyCall([[3, 4], [0, 3], [5, 4], [5, 1], [3, 5]]))
+    assert raised.value.tokens == {1, 3}
+    assert raised.value.n_tokens == 5
 
 
 def test_settling_gives_up_who_is_late(swarm: Swarm) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir_node.backbone.sampling import Sampler, draw_token, uniform_draw
+from kvasir_node.backbone.sampling import Sampler, draw_token, log_probabilities, uniform_draw
 from kvasir_proto.errors import EngineFailed
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import Sampling, SamplingOptions
 
 PLAIN = Sampling(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 N_VOCAB = 50
@@ -186,3 +186,44 @@ def test_logits_that_are_no_distribution_are_an_error(temperature: float, bad: f
     assert 0 <= sampler.sample(logits, 12) < N_VOCAB
     sampler.close()
     sampler.close()
+
+
+# ---- Biases, penalties, log-probabilities ----
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "options, tokens",
+    [
+        (SamplingOptions(GREEDY), [3, 3, 3, 3]),
+        (SamplingOptions(GREEDY, logit_bias=((1, 2.5), (9, 99.0))), [1, 1, 1, 1]),
+        (SamplingOptions(GREEDY, logit_bias=((2, 0.5), (3, -100.0))), [2, 2, 2, 2]),
+        (SamplingOptions(GREEDY, presence_penalty=1.5), [3, 2, 3, 3]),
+        (SamplingOptions(GREEDY, frequency_penalty=0.75), [3, 3, 2, 3]),
+        (SamplingOptions(GREEDY, presence_penalty=-1.0), [3, 3, 3, 3]),
+    ],
+)
+def test_biases_and_penalties_change_what_is_drawn(options: SamplingOptions, tokens: list[int]) -> None:
+    logits = np.array([0.0, 1.0, 2.0, 3.0], np.float32)
+    sampler = Sampler(options, 4)
+    assert [sampler.sample(logits, position) for position in range(4)] == tokens
+    assert logits.tolist() == [0.0, 1.0, 2.0, 3.0], "they are the model's own"
+    continued = Sampler(options, 4, tokens[:2])
+    assert [continued.sample(logits, position) for position in range(2, 4)] == tokens[2:]
+
+
+def test_a_draw_among_many_is_biased_as_well() -> None:
+    options = SamplingOptions(PLAIN, logit_bias=((7, 100.0),))
+    assert Sampler(options, N_VOCAB).sample(logits_of(1), 5) == 7
+
+
+@given(seed=st.integers(0, 1000), n_top=st.integers(0, N_VOCAB + 3))
+def test_log_probabilities_are_those_of_the_softmax(seed: int, n_top: int) -> None:
+    logits = np.round(logits_of(seed))  # with many that are equal
+    exact = np.log(np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum())
+    own, top = log_probabilities(logits, 4, n_top)
+    assert own == pytest.approx(exact[4])
+    order = sorted(range(N_VOCAB), key=lambda each: (-exact[each], each))[:n_top]
+    assert [token for token, _ in top] == order
+    assert [value for _, value in top] == pytest.approx(exact[order].tolist())

@@ -394,6 +394,21 @@ def test_what_a_failed_ubatch_took_from_the_cache_is_decoded_again() -> None:
         assert (each.tokens, each.end) == alone(endless(name), 8, 64)
 
 
+def test_what_went_through_of_a_failed_ubatch_is_not_decoded_twice() -> None:
+    """llama.cpp cuts some batches into several, and the first of them may have been well."""
+    backbone = ToyBackbone(small())
+    seen = {name: backbone.open(name, endless(name), 8) for name in (1, 2)}
+    seen[3] = backbone.open(3, range(1, 13), 2)
+    backbone.step()
+    for n_left in (1, 100, 2):
+        backbone.step(fails=lambda _: DecodeFailed("", "", (), is_aborted=True), n_left=n_left)
+        backbone.step()
+    backbone.run()
+    for name, each in seen.items():
+        opened = backbone.opened[named(name)]
+        assert (each.tokens, each.end) == alone(opened.tokens, opened.n_tokens, 64)
+
+
 # -- prefixes ------------------------------------------------------------------------------------------------
 
 
@@ -517,7 +532,9 @@ def test_sessions_get_what_they_would_get_alone(
         elif what < 0.4:
             backbone.tick(backbone.now + seconds(1))
         elif backbone.decoding:
-            backbone.step(draws.choice(sorted(backbone.decoding)), fails=fails)
+            backbone.step(
+                draws.choice(sorted(backbone.decoding)), fails=fails, n_left=draws.choice((0, 0, 1, 100))
+            )
     n_left = 0
     while backbone.decoding:
         backbone.step(draws.choice(sorted(backbone.decoding)), fails=fails)

@@ -180,8 +180,12 @@ class ToyBackbone:
         context: int | None = None,
         *,
         fails: Callable[[Decode], DecodeFailed | None] = lambda _: None,
+        n_left: int = 0,
     ) -> Decode:
-        """Finish a context's ubatch: the lowest one's unless it is said which."""
+        """Finish a context's ubatch: the lowest one's unless it is said which.
+
+        Of a failed one ``n_left`` tokens of each sequence are in the cache all the same.
+        """
         index = min(self.decoding) if context is None else context
         decode = self.decoding.pop(index)
         cache = self.caches[index]
@@ -190,7 +194,7 @@ class ToyBackbone:
         failure = fails(decode)
         if failure is not None:
             for sequence, n_tokens in before.items():
-                del cache.sequences[sequence][n_tokens:]
+                del cache.sequences[sequence][n_tokens + n_left :]
             standing = tuple((each, len(cache.sequences[each])) for each in sorted(before))
             failed = DecodeFailed(
                 failure.code,
