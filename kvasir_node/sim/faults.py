@@ -8,7 +8,7 @@ is every honest node that did not leave. It draws from its own randomness and kn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
@@ -135,12 +135,18 @@ class FaultSchedule:
     """Draws when something happens to whom, until it is healed."""
 
     def __init__(
-        self, swarm: Swarm, options: FaultOptions, join: Callable[[], None], node_count: int
+        self,
+        swarm: Swarm,
+        options: FaultOptions,
+        join: Callable[[], None],
+        bears_departure: Callable[[Sequence[SimNode], NodeId], bool],
+        node_count: int,
     ) -> None:
         self.counts: dict[str, int] = {}
         self._swarm = swarm
         self._options = options
         self._join = join
+        self._bears_departure = bears_departure
         self._node_count = node_count
         self._random = swarm.randomness("faults")
         self._over = False
@@ -252,8 +258,10 @@ class FaultSchedule:
             self._join()
 
     def _let_leave(self) -> None:
-        node = self._someone()
-        if node is not None and node.index and len(self.core()) > 0.8 * self._node_count:
+        node, core = self._someone(), self.core()
+        if node is None or not node.index or len(core) <= 0.8 * self._node_count:
+            return
+        if self._bears_departure(core, node.node_id):
             self._count("leave")
             self._swarm.leave(node, "enough for today")
 

@@ -7,7 +7,7 @@ of what nodes show (`NodeView`). It makes no fault and checks no invariant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from random import Random
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from kvasir_proto.effects import Now, Slot
 from kvasir_proto.election.readiness import PRE_VOTE
 from kvasir_proto.election.requests import ElectorateChanged
 from kvasir_proto.election.states import Role
+from kvasir_proto.election.succession import OPEN_MIN
 from kvasir_proto.ids import ModelDigest, NodeId, node_id_of
 from kvasir_proto.instants import Duration, milliseconds
 from kvasir_proto.limits import Rank
@@ -195,8 +196,21 @@ class NodeCoreKit:
         ]
         return found, lambda: terms.backbones_max
 
-    def lacking(self, core: Sequence[SimNode]) -> str | None:
-        """One backbone with its lease, one fence, one view of who is there, all experts served."""
+    def bears_departure(self, core: Sequence[SimNode], node_id: NodeId) -> bool:
+        """Whether a quorum of the newest electorate would stay: whoever loses it for good needs `recover`."""
+        known = [node.core.view().electorate for node in core if isinstance(node.core, NodeCore)]
+        if not known:
+            return False
+        newest = max(known, key=lambda each: each.order)
+        staying = {node.node_id for node in core} - {node_id}
+        electors = {node_id_of(each) for each in newest.members}
+        return node_id not in electors or len(electors & staying) >= newest.quorum
+
+    def lacking(self, core: Sequence[SimNode], long_gone: Set[NodeId] = frozenset()) -> str | None:
+        """One backbone with its lease, one fence, one view of who is there, all experts served.
+
+        And no elector that is long gone, but where four remain: an open electorate becomes no smaller.
+        """
         name = {node.node_id: f"node {node.index}" for node in core}
         fences: dict[ProvenTerm | None, SimNode] = {}
         for node in core:
@@ -215,6 +229,10 @@ class NodeCoreKit:
         view = backbone.core.view()
         if view.role is not Role.BACKBONE or view.lease_until is None:
             return f"{name[backbone.node_id]} is followed as backbone and has no lease"
+        electors = [node_id_of(each) for each in view.electorate.members]
+        unreplaced = long_gone & set(electors)
+        if unreplaced and len(electors) > OPEN_MIN:
+            return f"{len(unreplaced)} electors that are long gone have not been replaced"
         if view.coverage is None or view.plan is None:
             return f"there is no plan: {view.reason}"
         if view.missing:

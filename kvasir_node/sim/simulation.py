@@ -9,7 +9,7 @@ swarm leaves out the time in which thousands of nodes get to know each other, an
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Final, Protocol, TextIO
@@ -29,6 +29,8 @@ FORMED_FROM: Final = 200
 """Runs without faults begin with a formed swarm from this many nodes on."""
 _LOOK_INTERVAL: Final = milliseconds(250)
 _STAYS: Final = seconds(2)
+_REPLACED_WITHIN: Final = seconds(60)
+"""After so long whoever left should be no elector any more, whatever went wrong meanwhile."""
 LIARS_TOLERATED: Final = 2
 """Of seven electors of an open electorate."""
 _CLONED_AT: Final = seconds(20)
@@ -43,8 +45,11 @@ class Kit(CoreKit, Protocol):
     def checkers(self) -> tuple[Sequence[Checker], Callable[[], int]]:
         """What must hold, and how many backbones any (epoch, term) had at most."""
 
-    def lacking(self, core: Sequence[SimNode]) -> str | None:
-        """What these nodes lack to be one swarm; None if they are."""
+    def lacking(self, core: Sequence[SimNode], long_gone: Set[NodeId] = frozenset()) -> str | None:
+        """What these nodes lack to be one swarm; None if they are. `long_gone` should be missed no more."""
+
+    def bears_departure(self, core: Sequence[SimNode], node_id: NodeId) -> bool:
+        """Whether these nodes can go on when that one of them leaves for good."""
 
     def make_liar(self, node_id: NodeId, randomness: Random) -> Adversary:
         """A byzantine member."""
@@ -133,7 +138,7 @@ class Simulation:
             self,
             trace,
         )
-        self.schedule = FaultSchedule(self.swarm, self.faults, self._join, options.nodes)
+        self.schedule = FaultSchedule(self.swarm, self.faults, self._join, kit.bears_departure, options.nodes)
         self.join_times = JoinTimes(lambda: self.swarm.up_count)
         self._clocks = self.swarm.randomness("clocks")
         self._joins = self.swarm.randomness("joins")
@@ -228,16 +233,21 @@ class Simulation:
         swarm, healed = self.swarm, self.swarm.now
         limit = healed + self.options.heal_limit
         while True:
-            lacking = self.kit.lacking(self.schedule.core())
+            lacking = self._lacking()
             if lacking is None:
                 found = swarm.now
                 swarm.run_until(found + _STAYS)
-                lacking = self.kit.lacking(self.schedule.core())
+                lacking = self._lacking()
                 if lacking is None:
                     return None, (found - healed) / 1e9
             if swarm.now >= limit:
                 return lacking, None
             swarm.run_until(swarm.now + _LOOK_INTERVAL)
+
+    def _lacking(self) -> str | None:
+        latest = self.swarm.now - _REPLACED_WITHIN
+        gone = (each for each in self.swarm.nodes if each.left_at is not None and each.left_at <= latest)
+        return self.kit.lacking(self.schedule.core(), frozenset(each.node_id for each in gone))
 
     def _outcome(self, lacking: str | None, convergence_s: float | None) -> Outcome:
         swarm = self.swarm

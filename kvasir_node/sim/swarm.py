@@ -167,7 +167,7 @@ class SimNode:
     store: NodeStore = field(default_factory=NodeStore)
     core: Core | None = None
     adversary: Adversary | None = None
-    has_left: bool = False
+    left_at: int | None = None
     is_paused: bool = False
     loses_while_paused: bool = False
     generation: int = 0
@@ -196,6 +196,11 @@ class SimNode:
     def is_honest(self) -> bool:
         """Whether its core's events may be held to the invariants."""
         return self.adversary is None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it left in good order, for good."""
+        return self.left_at is not None
 
     @property
     def is_up(self) -> bool:
@@ -381,7 +386,7 @@ class Swarm:
     def leave(self, node: SimNode, reason: str) -> None:
         """The node leaves in good order; its process ends a second later."""
         request = self.kit.leave(reason)
-        node.has_left = True
+        node.left_at = self.now
         if node.core is None:
             return
         self.log(node, "leaves")

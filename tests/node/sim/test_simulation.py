@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,10 +16,12 @@ from kvasir_node.sim.byzantine import Twin
 from kvasir_node.sim.checkers import Checker, FencesNeverFall, NothingRaises, OneBackboneATerm
 from kvasir_node.sim.faults import FAULTS
 from kvasir_node.sim.joins import JoinTimes
+from kvasir_node.sim.node_cores import NodeCoreKit
 from kvasir_node.sim.report import document_of, replay_command
 from kvasir_node.sim.results import code_digest
 from kvasir_node.sim.simulation import FORMED_FROM, Simulation, SimulationOptions
 from kvasir_node.sim.swarm import Adversary, NodeIdentity, SimNode, Swarm, key_of
+from kvasir_proto.election.states import Role
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import seconds
 from kvasir_proto.membership.events import MemberChanged
@@ -35,7 +37,10 @@ class JudgedToyKit(ToyKit):
         terms = OneBackboneATerm()
         return [terms, FencesNeverFall(), NothingRaises()], lambda: terms.backbones_max
 
-    def lacking(self, core: Sequence[SimNode]) -> str | None:
+    def bears_departure(self, core: Sequence[SimNode], node_id: NodeId) -> bool:
+        return True
+
+    def lacking(self, core: Sequence[SimNode], long_gone: Set[NodeId] = frozenset()) -> str | None:
         for node in core:
             if node.core is None or node.core.view().fence is None:
                 return f"node {node.index} has no backbone"
@@ -129,6 +134,28 @@ def test_a_join_is_known_when_99_of_100_know_it() -> None:
     assert times.p99_s() == 3.0
     times.joins(seconds(20), node(200))
     assert times.p99_s() is None
+
+
+def test_an_electorate_loses_no_quorum_for_good_and_keeps_nobody_who_left_long_ago() -> None:
+    """Who loses a quorum for good needs `recover`: a run shows nothing then. All else has to be mended."""
+    options = SimulationOptions(nodes=10, seconds=20, seed=1, faults=("byzantine",))
+    kit = NodeCoreKit(options)
+    simulation = Simulation(options, kit)
+    simulation.run()
+    core = simulation.schedule.core()
+    views = [node.core.view() for node in core if node.core is not None]
+    (electorate,) = (view.electorate for view in views if view.role is Role.BACKBONE)
+    electors = [node_id_of(each) for each in electorate.members]
+    assert len(electors) == 7
+    one, two, three, *_ = sorted(electors)
+    assert all(kit.bears_departure(core, node.node_id) for node in core)
+    rest = [node for node in core if node.node_id not in (one, two)]
+    assert not kit.bears_departure(rest, three)
+    outsider = next(node.node_id for node in core if node.node_id not in electors)
+    assert kit.bears_departure(rest, outsider)
+    assert kit.lacking(core) is None
+    assert kit.lacking(core, frozenset({outsider})) is None
+    assert kit.lacking(core, frozenset({one})) == "1 electors that are long gone have not been replaced"
 
 
 # --- the command --------------------------------------------------------------------------------------------

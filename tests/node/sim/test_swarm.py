@@ -215,7 +215,7 @@ def log_of_a_bad_day(seed: int, end_s: int = 60) -> str:
     def join() -> None:
         swarm.start(swarm.add_node(clock_with(faults, clocks)), (swarm.nodes[0].node_id,))
 
-    schedule = FaultSchedule(swarm, faults, join, node_count=12)
+    schedule = FaultSchedule(swarm, faults, join, lambda _, __: True, node_count=12)
     for _ in range(12):
         swarm.add_node(clock_with(faults, clocks))
     for node in swarm.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -214,6 +215,29 @@ def test_death_of_a_stranger_is_no_news() -> None:
     lone = Lone()
     lone.hears(gossip(claim(ONE, "dead"), claim(TWO, "left")), THREE)
     assert [each.node_id for each in lone.core.members()] == [THREE]
+
+
+def test_who_missed_a_goodbye_and_says_dead_is_told_of_it() -> None:
+    """It was said while the network was parted. An elector that left is replaced sooner than a dead one."""
+    lone = Lone()
+    for each in (ONE, TWO, THREE):
+        lone.hears(gossip(), each)
+
+    incarnations = count(2)
+
+    def says_it_left(heard: bytes) -> bool:
+        incarnation = next(incarnations)  # those whom nobody answers for are suspected, and refute
+        said = lone.hears(gossip(heard, incarnation=incarnation), TWO)
+        said += lone.hears(gossip(incarnation=incarnation), THREE) + lone.waits(SECOND)
+        talk = [each.message for each in said if isinstance(each, Send)]
+        return any(claim(ONE, "left") in each.updates for each in talk if isinstance(each, Gossip | Ping))
+
+    assert says_it_left(claim(ONE, "left"))
+    for _ in range(10):
+        heard_last = says_it_left(claim(ONE, "left"))
+    assert not heard_last, "by now all has been said"
+    assert says_it_left(claim(ONE, "dead"))
+    assert state_of(lone, ONE) == "left"
 
 
 def test_old_deaths_are_forgotten_and_the_lost_are_tried_for_ever() -> None:
