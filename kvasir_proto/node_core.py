@@ -793,7 +793,7 @@ class NodeCore:
 
     def _own_verdict(self) -> str:
         """What the swarm has found of this node, where it has."""
-        own = self._verdicts.in_force(self._node_id, self._claim_of(self._node_id))
+        own = self._in_force(self._node_id)
         if own is None or not own.n_electors:
             return ""
         return f"{own.n_electors} electors recomputed its rows and call it {own.word}: {own.reason}"
@@ -1085,7 +1085,7 @@ class NodeCore:
 
     def _rank_of(self, record: CapabilityRecord) -> CandidateRank | None:
         """Its place among candidates for backbone, by what is known of it; None if it is none."""
-        verdict = self._verdicts.in_force(record.node_id, record.claim_digest())
+        verdict = self._in_force(record.node_id, record)
         if verdict is not None and verdict.n_electors:
             return None
         is_candidate = may_be_backbone(
@@ -1475,14 +1475,24 @@ class NodeCore:
 
     def _verdict_on(self, record: CapabilityRecord) -> AuditVerdict | None:
         """What holds of a node that shows this record."""
-        verdict = self._verdicts.in_force(record.node_id, record.claim_digest())
+        verdict = self._in_force(record.node_id, record)
         return verdict.word if verdict is not None else None
+
+    def _in_force(self, node_id: NodeId, record: CapabilityRecord | None = None) -> VerdictInForce | None:
+        """What holds of a node that shows this record; without one, the record that is known of it."""
+        record = record if record is not None else self._book.record_of(node_id)
+        if record is None:
+            return self._verdicts.in_force(node_id, None)
+        is_verified = (  # by auditors: in a swarm that takes members at their word there are none
+            self._verification.is_needed and self._verification.verdict_of(record, "output") == "verified"
+        )
+        return self._verdicts.in_force(node_id, record.claim_digest(), is_verified=is_verified)
 
     def _verdicts_in_force(self) -> tuple[VerdictInForce, ...]:
         """Of every node of which something holds, in order of ids."""
         found = []
         for node_id in self._verdicts.node_ids():
-            verdict = self._verdicts.in_force(node_id, self._claim_of(node_id))
+            verdict = self._in_force(node_id)
             if verdict is not None:
                 found.append(verdict)
         return tuple(found)

@@ -3,7 +3,8 @@
 One table for all of it, apart from whoever found the fault, and from placement, which sees only what follows.
 A node that *spoke* wrongly is tried again when its time is over: that may have been a cable. One whose *rows*
 were wrong was found out as it was certified then: its verdict holds as long as it shows those certificates,
-and for a time that is set whatever it shows; no time and no good row ends it before. Certificates last no
+and for a time that is set whatever it shows; no time and no good row ends it before. One whose rows a swarm
+found wrong gets bulk layers only with other certificates, until auditors verify those. Certificates last no
 longer than a week, and a verdict on one no longer than that. The table is kept on disk. It reads no clock.
 """
 
@@ -128,12 +129,28 @@ class VerdictTable:
             self.accusations = accusations
             self._persist()
 
-    def in_force(self, node_id: NodeId, claim: bytes | None) -> VerdictInForce | None:
+    def in_force(
+        self, node_id: NodeId, claim: bytes | None, *, is_verified: bool = False
+    ) -> VerdictInForce | None:
         """What holds of a node whose certificates have this digest; None as a claim: nobody knows them.
 
-        Of several the worst, then the longest.
+        Of several the worst, then the longest. Whom a swarm found out in the last week under others is unfit
+        with these as well, unless auditors have verified them: that costs one that lies more than new bytes.
         """
         found = [each for each in self._of(node_id) if self._holds(each, claim)]
+        if not found and not is_verified:
+            found = [
+                VerdictInForce(
+                    node_id,
+                    "unfit",
+                    f"under other certificates, and nobody has verified these: {row.verdict.reason}",
+                    row.ends,
+                    claim,
+                    row.verdict.n_electors,
+                )
+                for (of, _), row in self._rows.items()
+                if of == node_id and row.verdict.n_electors > 0 and row.ends > self._looked_at
+            ]
         return max(found, key=lambda each: (each.word == "quarantined", each.until), default=None)
 
     def let_go(self, now: Instant) -> bool:

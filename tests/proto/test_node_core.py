@@ -52,6 +52,7 @@ from kvasir_proto.placement.plan import Plan
 from kvasir_proto.plan_offers import INFORMING_BYTES_MAX, PlanOffers
 from kvasir_proto.records import RecordChanged
 from kvasir_proto.signing import sign_message
+from kvasir_proto.tolerance_certificate import CERTIFICATE_LIFETIME
 from kvasir_proto.verdicts_in_force import SET_TIME_MAX, VerdictInForce
 from tests.proto.small_swarm import MODEL, SmallNode, SmallSwarm, capability, key_of
 
@@ -1159,4 +1160,29 @@ def test_who_is_found_out_again_under_other_certificates_is_planned_without_for_
     assert lasted[:4] == [10 * minutes, 20 * minutes, 40 * minutes, 80 * minutes]
     assert lasted[-1] == SET_TIME_MAX
     core._take_agreed(Agreed(swarm.node(1).node_id, bytes(32), "unfit", "sums are short", 3), now)
-    assert core._verdicts.in_force(swarm.node(1).node_id, b"other") is None
+    found = core._verdicts.in_force(swarm.node(1).node_id, b"other")
+    assert found is not None
+    assert (found.word, found.until - now.instant) == ("unfit", CERTIFICATE_LIFETIME), "bulk layers only"
+
+
+def test_whom_a_swarm_found_unfit_is_believed_again_when_auditors_say_so_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own word that it is verified is none, and nobody's is where members are taken at their word."""
+    swarm = SmallSwarm(2)
+    core, accused = swarm.node(1).core, swarm.node(2).node_id
+    assert core is not None
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    record = core.record_of(accused)
+    assert record is not None
+    core._take_agreed(Agreed(accused, record.claim_digest(), "unfit", "sums are short", 3), swarm.now())
+    core.tick(swarm.now())
+    certified = replace(record, verdicts=(RankVerdict("output", "verified", bytes(32)),))
+    assert core._verdict_on(certified) == "unfit"
+    assert core._rank_of(certified) is None
+    for word, expected in (("claimed", "unfit"), ("verified", None)):
+        with monkeypatch.context() as patched:
+            patched.setattr(core._verification, "is_needed", True)
+            patched.setattr(core._verification, "verdict_of", lambda *_, word=word: word)
+            assert core._verdict_on(certified) == expected
+            assert core._verdict_on(record) == "unfit", "of the certificates that it was found out with"

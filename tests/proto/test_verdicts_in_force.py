@@ -91,6 +91,27 @@ def test_who_was_found_out_twice_has_neither_certificate_to_go_back_to() -> None
     assert table.in_force(FIRST, bytes(32)) is None
 
 
+@pytest.mark.parametrize("word", ["unfit", "quarantined"])
+def test_whom_a_swarm_found_out_is_unfit_under_others_until_they_are_verified(word: Any) -> None:
+    table = VerdictTable(None, at(0))
+    table.add(verdict(FIRST, 10, "short sums", word, CLAIM)._replace(n_electors=3), at(0))
+    table.add(verdict(SECOND, 10, "one's own opinion", word, CLAIM), at(0))
+    table.let_go(Instant(10))
+    for claim in (OTHER, bytes(32), b""):
+        found = table.in_force(FIRST, claim)
+        assert found is not None
+        assert (found.word, found.n_electors, found.until) == ("unfit", 3, WEEK)
+        assert found.reason.endswith("short sums")
+        assert table.in_force(FIRST, claim, is_verified=True) is None
+        assert table.in_force(SECOND, claim) is None
+    for is_verified in (True, False):
+        found = table.in_force(FIRST, CLAIM, is_verified=is_verified)
+        assert found is not None
+        assert found.word == word, "that of these certificates"
+    table.let_go(Instant(WEEK))
+    assert table.in_force(FIRST, OTHER) is None
+
+
 def test_nothing_makes_a_verdict_milder() -> None:
     table = VerdictTable(None, at(0))
     table.add(verdict(FIRST, 20, "malformed"), at(0))
@@ -159,16 +180,20 @@ CLAIMS = st.sampled_from([None, CLAIM, OTHER])
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([FIRST, SECOND]), CLAIMS, st.integers(0, 50)), max_size=8),
+    st.lists(
+        st.tuples(st.sampled_from([FIRST, SECOND]), CLAIMS, st.integers(0, 50), st.sampled_from([0, 3])),
+        max_size=8,
+    ),
     st.lists(st.integers(0, 60), max_size=6),
 )
 def test_a_restart_at_any_time_changes_nothing_that_holds(
-    found: list[tuple[NodeId, bytes | None, int]], looks: list[int]
+    found: list[tuple[NodeId, bytes | None, int, int]], looks: list[int]
 ) -> None:
     table = VerdictTable(None, at(0))
     data = None
-    for node_id, claim, until in found:
-        table.add(verdict(node_id, until, "why", "quarantined", claim), at(0))
+    for node_id, claim, until, n_electors in found:
+        made = verdict(node_id, until, "why", "quarantined", claim)
+        table.add(made._replace(n_electors=n_electors), at(0))
         data = kept(table)
     for moment in sorted(looks):
         table.let_go(Instant(moment))
