@@ -296,6 +296,7 @@ class BackboneEngine:
                 trunk.has_tokenizer,
                 resident_bytes(),
                 decode_token_ns,
+                tuple(sorted({each.digest() for each in self._programs.values()})),
             )
         )
 

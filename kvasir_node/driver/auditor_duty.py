@@ -69,6 +69,8 @@ class AuditorDuty:
         self._entropy = entropy
         self._wall_time = wall_time
         self._experts = experts
+        self._programs: tuple[bytes, ...] = ()
+        """Digests of the programs that the model asks for, as far as they are known."""
         self._due_in, self._due = trio.open_memory_channel[ChallengeDue | RecomputationDue](_WAITING_MAX)
 
     def take_event(self, event: NodeEvent) -> None:
@@ -76,6 +78,10 @@ class AuditorDuty:
         if isinstance(event, ChallengeDue | RecomputationDue):
             with contextlib.suppress(trio.WouldBlock):  # the core takes it for failed after a while
                 self._due_in.send_nowait(event)
+
+    def know_programs(self, programs: tuple[bytes, ...]) -> None:
+        """This node's own trunk asks for these: who accuses by others has made them up."""
+        self._programs = programs or self._programs
 
     async def run(self) -> NoReturn:
         """Challenge and recompute what the core names, one after the other."""
@@ -111,6 +117,7 @@ class AuditorDuty:
             evidence=due.evidence,
             adds_in_f32=record.adds_in_f32,
             activation=record.activation_format,
+            programs=self._programs,
         )
         found = await engine.exchange(request, RowsRecomputed, CHALLENGE_TIMEOUT_S)
         log.info(

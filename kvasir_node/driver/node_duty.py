@@ -427,6 +427,8 @@ class NodeDuty:
         """Its backbone engine has loaded the trunk."""
         headroom_bytes = max(0, self._settings.memory_bytes - trunk.memory_bytes)
         self._describe(decode_token_ns=trunk.decode_token_ns, headroom_bytes=headroom_bytes)
+        assert self._auditor is not None
+        self._auditor.know_programs(trunk.programs)
 
     def _describe(self, **changes: Any) -> None:
         assert self._said is not None

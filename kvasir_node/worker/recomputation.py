@@ -55,18 +55,27 @@ def recompute(message: RecomputeRows) -> RowsRecomputed:
     claim = Claim(message.adds_in_f32, message.activation)
     evidence = decode(message.evidence, ROW_EVIDENCE)
     with ExpertSource(Path(message.source_path), manifest) as source:
-        opinion = judge(evidence.node_id, rows_shown(evidence), claim, manifest, source.read)
+        programs = frozenset(message.programs)
+        opinion = judge(evidence.node_id, rows_shown(evidence), claim, manifest, source.read, programs)
     return RowsRecomputed(message.request, opinion.outcome, opinion.reason, opinion.n_rows)
 
 
 def judge(
-    node_id: NodeId, shown: Sequence[ShownRow], claim: Claim, manifest: ModelManifest, read: Read
+    node_id: NodeId,
+    shown: Sequence[ShownRow],
+    claim: Claim,
+    manifest: ModelManifest,
+    read: Read,
+    programs: frozenset[bytes] = frozenset(),
 ) -> Opinion:
-    """What these rows make of a node that claims that."""
+    """What these rows make of a node that claims that. `programs` are the digests of those that the model
+    asks for; empty where nobody here knows them.
+    """
     referee = RowReferee(manifest, read)
     try:
         found = [
-            _finding(referee, node_id, row, claim) if _is_there(manifest, row) else None for row in shown
+            _finding(referee, node_id, row, claim) if _is_of(manifest, programs, row) else None
+            for row in shown
         ]
     finally:
         referee.close()
@@ -82,8 +91,10 @@ def judge(
     return Opinion("right", f"{n_all - len(wrong) - n_void} of {n_all} rows are right", len(wrong))
 
 
-def _is_there(manifest: ModelManifest, row: ShownRow) -> bool:
-    return row.layer in manifest.moe_layers and row.expert < manifest.n_expert
+def _is_of(manifest: ModelManifest, programs: frozenset[bytes], row: ShownRow) -> bool:
+    """Whether the model has that expert, and asks for that of it."""
+    is_there = row.layer in manifest.moe_layers and row.expert < manifest.n_expert
+    return is_there and (not programs or row.program.digest() in programs)
 
 
 def _is_wrong(finding: Finding, claim: Claim) -> bool:

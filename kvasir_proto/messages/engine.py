@@ -9,9 +9,10 @@ once carries something that the answer repeats: a `request` number, a token, a n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
 from kvasir_proto.audit.evidence import EvidenceBytes
+from kvasir_proto.dispatch import PROGRAMS_MAX
 from kvasir_proto.ids import Epoch, NodeIdField, SessionIdField, Term
 from kvasir_proto.limits import (
     ENGINE_FRAME_SIZE_MAX,
@@ -29,6 +30,7 @@ from kvasir_proto.limits import (
     Host,
     Kernel,
     LayerCount,
+    Length,
     Milliseconds,
     Nanoseconds,
     OneTimeToken,
@@ -55,6 +57,9 @@ from kvasir_proto.limits import (
 from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.messages import Family
 from kvasir_proto.sampling import Sampling
+
+ProgramDigests: TypeAlias = Annotated[tuple[Digest, ...], Length(0, PROGRAMS_MAX)]
+"""Of expert programs, in order."""
 
 # --- start and identity -------------------------------------------------------------------------------------
 
@@ -319,7 +324,8 @@ class HolderChallenged:
 class RecomputeRows:
     """Recompute the rows of this evidence (encoded `RowEvidence`, checked), and say what they are.
 
-    What its node claims of its arithmetic is said as in `ConnectHolder`.
+    What its node claims of its arithmetic is said as in `ConnectHolder`. `programs` are the digests of those
+    that the model asks for, where this node knows them: rows of any other are evidence of nothing.
     """
 
     kind: ClassVar[str] = "recompute_rows"
@@ -329,6 +335,7 @@ class RecomputeRows:
     evidence: EvidenceBytes
     adds_in_f32: bool
     activation: OptionalWord
+    programs: ProgramDigests = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +395,8 @@ class TrunkLoaded:
     """The answer to `LoadTrunk`; `n_ctx` is what llama.cpp gave, `memory_bytes` the resident set.
 
     `decode_token_ns` is the time of one token without the work of routed experts; 0 where it was not
-    measured: without a hook, or where llama.cpp did not decode it.
+    measured: without a hook, or where llama.cpp did not decode it. `programs` are the digests of the expert
+    programs that it asked for then.
     """
 
     kind: ClassVar[str] = "trunk_loaded"
@@ -399,6 +407,7 @@ class TrunkLoaded:
     has_tokenizer: bool
     memory_bytes: Count
     decode_token_ns: Nanoseconds = 0
+    programs: ProgramDigests = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def test_whom_a_swarm_found_out_is_unfit_under_others_until_they_are_verified(wo
     for claim in (OTHER, bytes(32), b""):
         found = table.in_force(FIRST, claim)
         assert found is not None
-        assert (found.word, found.n_electors, found.until) == ("unfit", 3, WEEK)
+        assert (found.word, found.n_electors, found.until) == ("unfit", 3, Instant(WEEK))
         assert found.reason.endswith("short sums")
         assert table.in_force(FIRST, claim, is_verified=True) is None
         assert table.in_force(SECOND, claim) is None

@@ -28,7 +28,7 @@ from kvasir_proto.messages.engine import (
 )
 from tests.node.driver.node_world import NodeWorld, TwinNode
 from tests.node.driver.test_node_duty import open_nodes, own_record, plan_of
-from tests.node.driver.twins import TwinEngine, node_key, until, wall_time
+from tests.node.driver.twins import PROGRAMS, TwinEngine, node_key, until, wall_time
 from tests.node.sealed_rows import SealingWorker
 
 
@@ -219,6 +219,7 @@ async def test_what_the_audit_can_show_electors_recompute_and_everybody_obeys(
         for each in others:
             asked = [m for m in worker_engine(each).received if isinstance(m, RecomputeRows)]
             assert [(m.adds_in_f32, m.activation) for m in asked] == [(True, "F32")]
+            assert [m.programs for m in asked] == [PROGRAMS], "those that its own trunk asks for"
         await until(lambda: liar.node_id not in plan_of(backbone).nodes)
         said = liar.duty.state()
         assert said[0] == "degraded"

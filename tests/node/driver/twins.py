@@ -73,6 +73,9 @@ from kvasir_proto.messages.engine import (
 )
 from tests.node.driver.memory_network import MemoryNetwork
 
+PROGRAMS: Final = (bytes([5]) * 32,)
+"""What a trunk asks for, by digest."""
+
 WALL_TIME_AT_START: Final = 1_800_000_000_000_000_000
 ENGINE_START_S: Final = 1.0
 """What the start of an engine takes, in the world of the twins."""
@@ -323,7 +326,9 @@ class TwinEngine:
                 self.expected[message.token] = message
                 await self.say(DiallerExpected(message.token))
             case LoadTrunk():
-                await self.say(TrunkLoaded(message.request, 4, 96, message.n_ctx, True, 1, 9_000_000))
+                await self.say(
+                    TrunkLoaded(message.request, 4, 96, message.n_ctx, True, 1, 9_000_000, PROGRAMS)
+                )
             case ConnectHolder():
                 await self._connect(message)
             case LoadOwnShard():

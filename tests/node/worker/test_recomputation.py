@@ -74,8 +74,13 @@ def shown(
     return rows
 
 
-def opinion(rows: list[ShownRow], claim: Claim | None = None, experts: SyntheticExperts = EXPERTS) -> Opinion:
-    return judge(NODE, rows, claim or Claim(), experts.manifest, experts.read)
+def opinion(
+    rows: list[ShownRow],
+    claim: Claim | None = None,
+    experts: SyntheticExperts = EXPERTS,
+    programs: frozenset[bytes] = frozenset(),
+) -> Opinion:
+    return judge(NODE, rows, claim or Claim(), experts.manifest, experts.read, programs)
 
 
 @pytest.mark.parametrize("lie", [each for each in LIES if each not in ("nan", "wrong-expert", "replayed")])
@@ -211,6 +216,18 @@ def test_rows_of_a_size_at_which_kernels_lose_values_are_evidence_of_nothing(qua
     assert n_ordinary >= 3
     lies = shown(experts.load(liar("scaled")), asked(n_embd=256), experts)
     assert opinion(lies, experts=experts).outcome == "quarantined"
+
+
+def test_rows_of_a_program_that_the_model_never_asks_for_are_evidence_of_nothing() -> None:
+    """Where an elector knows those; whoever accuses chooses what was asked."""
+    known = frozenset({expert_program().digest(), bytes(32)})
+    ordinary = shown(EXPERTS.load(liar("zeros")), asked())
+    steps = (*expert_program().steps, ProgramStep(StepOp.LINEAR, 4, params=struct.pack("<4f", 1, 0, 0, 0)))
+    made_up = [each._replace(program=ExpertProgram(steps, False)) for each in ordinary]
+    assert opinion(ordinary, programs=known).outcome == "quarantined"
+    assert opinion(made_up).outcome == "quarantined"
+    assert opinion(made_up, programs=known).outcome == "inconclusive"
+    assert opinion([*made_up, *ordinary[:3]], programs=known).outcome == "quarantined"
 
 
 def test_a_program_that_was_made_to_round_what_comes_out_convicts_nobody() -> None:
