@@ -2,8 +2,8 @@
 
 Decides how much they may take, that nothing is fetched that has no room, and which slices are given up for
 others: those used longest ago, never those of a shard that somebody serves. Who serves a shard says so by a
-locked file beside it, which ends with its process however that ends. How slices come is `expert_fetch`'s
-part.
+locked file beside it, which ends with its process however that ends; who makes room, or begins to serve, is
+alone for that moment. How slices come is `expert_fetch`'s part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvasir_node.durable_file import PARTIAL_PREFIX
 from kvasir_node.model.expert_fetch import ExpertFetch
 from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, PARTIAL_SUFFIX, Slice, partial_of, slices_of
 from kvasir_node.model.model_manifest import Progress
@@ -31,6 +32,11 @@ from kvasir_proto.manifest import ShardSet
 
 _SERVED: Final = "served-"
 """How the names of files begin that say what is served."""
+_FETCHING: Final = ".fetching"
+"""The file of each model that whoever fetches its experts has locked; it says what they will take in bytes."""
+_ROOM: Final = ".room"
+"""The file that is locked, for moments, while room is made among all models, or somebody begins to serve."""
+_COUNT_LENGTH_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class _Stored:
 class ExpertCache:
     """The fetched experts of all models in `directory`: at most `size_bytes_max` bytes, if that is given.
 
-    Several processes may use one; only one fetches experts of a model at a time, the others wait.
+    Several processes may use one; only one fetches experts of a model at a time, the others wait. What any
+    of them has yet to fetch has its room.
     """
 
     def __init__(self, directory: Path, size_bytes_max: int | None = None) -> None:
@@ -72,13 +79,16 @@ class ExpertCache:
         manifest, files = model.manifest, model.experts
         directory = model.manifest_path.parent
         wanted = slices_of(manifest, shard)
-        with _locked(directory / ".fetching"):
+        with _locked(directory / _FETCHING) as lock:
+            os.truncate(lock, 0)  # whoever had it has no need of room any more
             if is_damaged:
                 for each in files.damaged(manifest, shard):
                     files.remove(each)
             missing = [each for each in wanted if not files.has(each)]
             if missing:
-                self._fetch(model, wanted, missing, progress, others)
+                self._fetch(model, wanted, missing, progress, others, lock)
+            elif self._size_bytes_max is not None:
+                self._make_room(model, wanted, 0, lock)
             _touch([files.path_of(each.tensor.name, each.expert) for each in wanted])
 
     def _fetch(
@@ -88,25 +98,36 @@ class ExpertCache:
         missing: Sequence[Slice],
         progress: Progress | None,
         others: Sequence[Location],
+        lock: int,
     ) -> None:
         files = model.experts
         paths = {files.path_of(each.tensor.name, each.expert) for each in missing}
         _remove_partials(files.directory, paths)
         total = sum(each.size_bytes for each in missing)
         have = sum(_size_of(partial_of(path)) for path in paths)
-        self._make_room(model, wanted, total - have)
+        self._make_room(model, wanted, total - have, lock)
         counted = _Counted(progress, have, total)
         ExpertFetch(model.manifest, files, (model.source, *others), counted.add).fetch(missing)
 
     def remove_unused(self, model: StoredModel) -> int:
         """Give up every expert of a model that nobody serves; the bytes that this gave."""
-        served = self._served()
         gone = 0
-        for each in _stored_in(model.experts.directory):
-            if each.path not in served:
-                each.path.unlink(missing_ok=True)
-                gone += each.size_bytes
+        with self._alone():
+            served = self._served()
+            for each in _stored_in(model.experts.directory):
+                if each.path not in served:
+                    each.path.unlink(missing_ok=True)
+                    gone += each.size_bytes
         return gone
+
+    def room_bytes(self) -> int | None:
+        """How many bytes more these may take without one going; None: as many as the disk has."""
+        if self._size_bytes_max is None:
+            return None
+        if not self._directory.exists():
+            return self._size_bytes_max
+        with self._alone():
+            return max(0, self._size_bytes_max - _taken(self._stored()) - self._promised_bytes())
 
     @contextlib.contextmanager
     def serving(self, model: StoredModel, shard: ShardSet) -> Iterator[None]:
@@ -117,7 +138,8 @@ class ExpertCache:
             with open(handle, "wb", closefd=False) as file:
                 file.write(shard.encode())
             fcntl.flock(handle, fcntl.LOCK_EX)  # before it has the name that others look for
-            path = Path(name).rename(directory / (_SERVED + Path(name).name.rpartition("-")[2]))
+            with self._alone():  # whoever makes room either sees it or is done before
+                path = Path(name).rename(directory / (_SERVED + Path(name).name.rpartition("-")[2]))
         except OSError as error:
             raise ModelUnusable(f"{directory} cannot be written: {error.strerror or error}") from error
         try:
@@ -128,12 +150,24 @@ class ExpertCache:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def _make_room(self, model: StoredModel, wanted: Sequence[Slice], needed_bytes: int) -> None:
-        """Give up what was used longest ago until `needed_bytes` more fit. Raises `ModelUnusable`."""
-        stored = [each for directory in self._expert_directories() for each in _stored_in(directory)]
-        used_bytes = sum(each.size_bytes for each in stored)
-        free_bytes = shutil.disk_usage(self._directory).free - SPARE_BYTES
-        missing_bytes = needed_bytes - free_bytes
+    def _alone(self) -> contextlib.AbstractContextManager[int]:
+        return _locked(self._directory / _ROOM)
+
+    def _make_room(self, model: StoredModel, wanted: Sequence[Slice], needed_bytes: int, lock: int) -> None:
+        """Give up what was used longest ago until `needed_bytes` more fit, and have others leave them to us
+        while `lock` is held. Raises `NoRoomOnDisk`, but not where nothing is needed.
+        """
+        with self._alone():
+            self._give_up_oldest(model, wanted, needed_bytes)
+            taken_bytes = _taken(_stored_in(model.experts.directory))
+            os.pwrite(lock, str(taken_bytes + needed_bytes).encode(), 0)
+
+    def _give_up_oldest(self, model: StoredModel, wanted: Sequence[Slice], needed_bytes: int) -> None:
+        stored = self._stored()
+        promised_bytes = self._promised_bytes(without=model)
+        used_bytes = _taken(stored) + promised_bytes
+        free_bytes = shutil.disk_usage(self._directory).free - SPARE_BYTES - promised_bytes
+        missing_bytes = needed_bytes - free_bytes if needed_bytes else 0
         if self._size_bytes_max is not None:
             missing_bytes = max(missing_bytes, used_bytes + needed_bytes - self._size_bytes_max)
         if missing_bytes <= 0:
@@ -144,7 +178,7 @@ class ExpertCache:
             key=lambda each: (each.used_ns, str(each.path)),
         )
         room_bytes = sum(each.size_bytes for each in candidates)
-        if room_bytes < missing_bytes:
+        if room_bytes < missing_bytes and needed_bytes:
             need_bytes = sum(each.size_bytes for each in wanted)
             have_bytes = max(0, need_bytes - missing_bytes + room_bytes)
             limit = "" if self._size_bytes_max is None else f" of the {self._size_bytes_max >> 20} allowed"
@@ -171,8 +205,17 @@ class ExpertCache:
                     served.update(tensor / str(expert) for expert in experts)
         return served
 
-    def _expert_directories(self) -> list[Path]:
-        return sorted(self._directory.glob(f"*/{EXPERTS_DIRECTORY}"))
+    def _stored(self) -> list[_Stored]:
+        """The slices of all models, but for those of one that is being pulled."""
+        directories = sorted(self._directory.glob(f"*/{EXPERTS_DIRECTORY}"))
+        of_models = (each for each in directories if not each.parent.name.startswith(PARTIAL_PREFIX))
+        return [each for directory in of_models for each in _stored_in(directory)]
+
+    def _promised_bytes(self, without: StoredModel | None = None) -> int:
+        """What others have yet to fetch, of other models than that one."""
+        own = None if without is None else without.manifest_path.parent
+        locks = (each for each in self._directory.glob(f"*/{_FETCHING}") if each.parent != own)
+        return sum(_promised_by(each) for each in locks)
 
 
 class _Counted:
@@ -190,17 +233,38 @@ class _Counted:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Nobody else fetches experts of the model meanwhile; waits for who does."""
+def _locked(path: Path) -> Iterator[int]:
+    """Nobody else has this file locked meanwhile, whose descriptor this is; waits for who does."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise ModelUnusable(f"{path} cannot be written: {error.strerror or error}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle
     finally:
         os.close(handle)
+
+
+def _promised_by(path: Path) -> int:
+    """The bytes that somebody has yet to fetch of the model with this file."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        said = os.pread(handle, _COUNT_LENGTH_MAX, 0)
+        in_the_end = int(said) if said.isdigit() else 0
+        return max(0, in_the_end - _taken(_stored_in(path.with_name(EXPERTS_DIRECTORY))))
+    finally:
+        os.close(handle)
+    return 0  # nobody fetches any
+
+
+def _taken(stored: Iterable[_Stored]) -> int:
+    return sum(each.size_bytes for each in stored)
 
 
 def _served_by(path: Path) -> ShardSet | None:

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -315,6 +316,78 @@ def test_what_another_process_serves_stays_until_that_is_killed(case: Case) -> N
     cache.ensure(case.model, SECOND)
     case.check(SECOND)
     assert list(case.directory.glob("*/served-*")) == []
+
+
+def test_what_somebody_begins_to_serve_while_room_is_made_stays(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes room looks at what is served, and removes: nobody begins to serve in between."""
+    case.cache.ensure(case.model, FIRST)
+    case.cache.ensure(case.model, SECOND)
+    served, looked, began, done = ExpertCache._served, threading.Event(), threading.Event(), []
+
+    def slowly(cache: ExpertCache) -> set[Path]:
+        found = served(cache)
+        looked.set()
+        began.wait(0.3)  # as long as it takes the other to begin, if nothing stops it
+        return found
+
+    def serve() -> None:
+        looked.wait(10)
+        with case.cache.serving(case.model, FIRST):
+            began.set()
+            done.append(case.model.experts.missing(case.manifest, FIRST))
+            making.join(10)
+            done.append(case.model.experts.missing(case.manifest, FIRST))
+
+    monkeypatch.setattr(ExpertCache, "_served", slowly)
+    cache = ExpertCache(case.directory, 2 * case.shard_bytes(FIRST))
+    making = threading.Thread(target=cache.ensure, args=(case.model, THIRD))
+    server = threading.Thread(target=serve)
+    for each in (server, making):
+        each.start()
+    server.join(20)
+    before, after = done
+    assert before == after, "of what it serves nothing goes any more"
+    case.check(SECOND.union(THIRD))
+
+
+def test_two_fetches_do_not_count_on_the_same_room(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has yet to fetch is no room for another model's, nor for what a pull may keep."""
+    second = make_qwen3moe(tmp_path / "second.gguf", replace(SHAPE, seed=5))
+    size_bytes = case.shard_bytes(FIRST)
+    cache = ExpertCache(case.directory, size_bytes + size_bytes // 2)
+    refused: list[ModelUnusable] = []
+    rooms: list[int | None] = []
+
+    def meanwhile(done: int, total: int) -> None:
+        if not rooms:
+            rooms.append(cache.room_bytes())
+            with pytest.raises(ModelUnusable, match="no room") as caught:
+                cache.ensure(model, FIRST)
+            refused.append(caught.value)
+
+    with serving(second) as server:
+        model = ModelStore(case.directory).pull(server.url("second.gguf"), keep_experts=False)
+        with cache.serving(case.model, FIRST):
+            cache.ensure(case.model, FIRST, meanwhile)
+            assert (len(refused), rooms) == (1, [size_bytes // 2])
+            assert cache.room_bytes() == size_bytes // 2
+        cache.ensure(model, FIRST)
+    assert ExpertCache(case.directory).room_bytes() is None
+
+
+def test_a_smaller_limit_is_kept_by_the_next_fetch_also_where_nothing_is_missing(case: Case) -> None:
+    for shard in (FIRST, SECOND, THIRD):
+        case.cache.ensure(case.model, shard)
+    smaller = ExpertCache(case.directory, case.shard_bytes(FIRST) - 1)
+    smaller.ensure(case.model, FIRST)
+    case.check(FIRST)
+    assert sum(each.stat().st_size for each in case.stored()) == case.shard_bytes(FIRST), (
+        "no more than is used"
+    )
 
 
 def test_other_models_experts_make_room_too_and_are_told_apart(case: Case, tmp_path: Path) -> None:
