@@ -147,7 +147,8 @@ def resolve_model(
         return home.models.add(DEMO_MODEL, progress)
     location = location_of(name_or_path)
     if isinstance(location, ModelUrl):
-        return home.models.pull(location, progress, judge)
+        cache = ExpertCache(home.locations.models, home.configuration.models_cache_bytes)
+        return home.models.pull(location, progress, judge, experts_bytes_max=cache.room_bytes())
     path = location.expanduser()
     if path.suffix == ".gguf" or path.exists():
         return home.models.add(path, progress, judge)

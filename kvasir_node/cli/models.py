@@ -77,14 +77,19 @@ def pull_model(
     """Take in the GGUF file at URL (http or https), whose server must give ranges.
 
     All of it is read once: the backbone file is written and every expert hashed as the bytes pass. Experts
-    are kept where all of them have room. Of a model in several files give the first.
+    are kept where all of them have room, on the disk and beside what 'models.cache_mib' allows. Of a model in
+    several files give the first.
     """
-    session.configure()
+    cache = _cache_of(session, session.configure())
     session.locations.prepare()
     manifest = None if manifest_file is None else read_manifest_of_others(manifest_file)
     with progress_on_stderr("fetching", shows_rate=True) as progress:
         model = ModelStore(session.locations.models).pull(
-            ModelUrl(url), progress, try_backbone_file, manifest=manifest, keep_experts=not no_experts
+            ModelUrl(url),
+            progress,
+            try_backbone_file,
+            manifest=manifest,
+            experts_bytes_max=0 if no_experts else cache.room_bytes(),
         )
     if not no_experts and manifest is None and not file_report(model)["fetched_expert_bytes"]:
         note("no experts are here: a daemon fetches those of its plan, and 'models shard' fetches them ahead")

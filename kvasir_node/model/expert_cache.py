@@ -33,7 +33,7 @@ from kvasir_proto.manifest import ShardSet
 _SERVED: Final = "served-"
 """How the names of files begin that say what is served."""
 _FETCHING: Final = ".fetching"
-"""The file of each model that whoever fetches its experts has locked; it says what they will take in bytes."""
+"""The file of each model that whoever fetches its experts has locked, and how many bytes they will be."""
 _ROOM: Final = ".room"
 """The file that is locked, for moments, while room is made among all models, or somebody begins to serve."""
 _COUNT_LENGTH_MAX: Final = 20

@@ -226,57 +226,70 @@ class ModelStore:
         judge: Callable[[Path], None] | None = None,
         *,
         manifest: ModelManifest | None = None,
-        keep_experts: bool = True,
+        experts_bytes_max: int | None = None,
     ) -> StoredModel:
         """Take the model at `url` into the store: manifest, backbone file and, if they are kept, experts.
 
         Every byte is fetched once: those of the trunk go into the backbone file as they are hashed, those of
-        experts into files of their own, where all of them have room. With a `manifest` only header and trunk
-        are fetched, and must be the manifest's, in whatever parts; so it is with a model that is here from
-        that address. `progress`, `judge` and what is raised are as for `add`.
+        experts into files of their own, where all of them have room, and are `experts_bytes_max` at most.
+        With a `manifest` only header and trunk are fetched, and must be the manifest's, in whatever parts; so
+        it is with a model that is here from that address. Others may use the store meanwhile. `progress`,
+        `judge` and what is raised are as for `add`.
         """
         with memory_for(url):
             gguf = read_gguf(url)
             self._prepare()
             with _locked(self._directory):
                 manifest = self._known_at(url, gguf) if manifest is None else moved_manifest(manifest, gguf)
-                if manifest is not None:
-                    return self._build(
-                        url, (), manifest, _counted(progress, manifest.trunk_size_bytes()), judge
-                    )
-                return self._pull(url, gguf, progress, judge, keep_experts)
+                if manifest is not None and self._has_backbone(manifest):
+                    return self._build(url, (), manifest, _counted(None, 0), judge)
+            with _staging(self._directory) as staging:
+                if manifest is None:
+                    manifest = self._fetch_all(gguf, staging, progress, experts_bytes_max)
+                else:
+                    needed = manifest.data_offset + manifest.trunk_size_bytes()
+                    _require_space(self._directory, needed, "the backbone file")
+                    on_bytes = _counted(progress, manifest.trunk_size_bytes())
+                    write_backbone_file(url, manifest, staging / _BACKBONE, on_bytes)
+                _ask(judge, url, staging / _BACKBONE)
+                with _locked(self._directory):
+                    return self._take_in(staging, url, manifest)
 
-    def _pull(
-        self,
-        url: ModelUrl,
-        gguf: GgufFile,
-        progress: Progress | None,
-        judge: Callable[[Path], None] | None,
-        keep_experts: bool,
-    ) -> StoredModel:
+    def _has_backbone(self, manifest: ModelManifest) -> bool:
+        try:
+            _check_backbone(self._directory / manifest.digest().hex() / _BACKBONE, manifest)
+        except ModelUnusable:
+            return False
+        return True
+
+    def _fetch_all(
+        self, gguf: GgufFile, staging: Path, progress: Progress | None, experts_bytes_max: int | None
+    ) -> ModelManifest:
         experts_bytes = sum(each.size_bytes for each in gguf.tensors if is_expert_name(each.name))
         needed = gguf.size_bytes - experts_bytes
         _require_space(self._directory, needed, "the backbone file")
         free_bytes = shutil.disk_usage(self._directory).free
-        with _staging(self._directory) as staging:
-            experts = ExpertFiles(staging / EXPERTS_DIRECTORY)
-            keep_experts = keep_experts and free_bytes >= needed + experts_bytes + SPARE_BYTES
-            with backbone_copy(gguf, staging / _BACKBONE) as trunk_copy:
+        experts = ExpertFiles(staging / EXPERTS_DIRECTORY)
+        keep_experts = experts_bytes_max is None or experts_bytes <= experts_bytes_max
+        keep_experts = keep_experts and free_bytes >= needed + experts_bytes + SPARE_BYTES
+        with backbone_copy(gguf, staging / _BACKBONE) as trunk_copy:
 
-                def copy_of(tensor: GgufTensor, part: int) -> AbstractContextManager[BinaryIO | None]:
-                    if keep_experts and is_expert_name(tensor.name):
-                        return experts.writing(tensor.name, part)
-                    return trunk_copy(tensor, part)
+            def copy_of(tensor: GgufTensor, part: int) -> AbstractContextManager[BinaryIO | None]:
+                if keep_experts and is_expert_name(tensor.name):
+                    return experts.writing(tensor.name, part)
+                return trunk_copy(tensor, part)
 
-                manifest = manifest_of(gguf, progress, copy_of)
-            _ask(judge, url, staging / _BACKBONE)
-            directory = self._directory / manifest.digest().hex()
-            for path in sorted(staging.rglob("*")):
-                target = directory / path.relative_to(staging)
-                if path.is_file():
-                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    path.replace(target)
-            _VERIFIED.remember(directory / _BACKBONE, _sha256_of(manifest))
+            return manifest_of(gguf, progress, copy_of)
+
+    def _take_in(self, staging: Path, url: ModelUrl, manifest: ModelManifest) -> StoredModel:
+        """Move what was fetched to where it belongs, and describe it; the store is locked."""
+        directory = self._directory / manifest.digest().hex()
+        for path in sorted(staging.rglob("*")):
+            target = directory / path.relative_to(staging)
+            if path.is_file():
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.replace(target)
+        _VERIFIED.remember(directory / _BACKBONE, _sha256_of(manifest))
         return self._described_as(directory, url, (), manifest)
 
     def _known_at(self, url: ModelUrl, gguf: GgufFile) -> ModelManifest | None:
@@ -468,9 +481,11 @@ def _locked(directory: Path) -> Iterator[None]:
         with open(directory / ".lock", "a", opener=_open_unless_pipe) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for partial in directory.glob(f"*/{PARTIAL_PREFIX}*"):  # whoever wrote it was killed
-                partial.unlink(missing_ok=True)
+                if not partial.parent.name.startswith(PARTIAL_PREFIX):
+                    partial.unlink(missing_ok=True)
             for staging in directory.glob(f"{PARTIAL_PREFIX}*"):
-                shutil.rmtree(staging, ignore_errors=True)
+                if not _is_used(staging):
+                    shutil.rmtree(staging, ignore_errors=True)
             yield
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
@@ -478,15 +493,36 @@ def _locked(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _staging(directory: Path) -> Iterator[Path]:
-    """A directory for what has no name yet; it goes with the block, or when the lock is next taken."""
+    """A directory for what has no name yet; it goes with the block, or, where its process has ended, when
+    the lock is next taken.
+    """
     try:
-        staging = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=directory))
+        with _locked(directory):
+            staging = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=directory))
+            handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         try:
             yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+            os.close(handle)
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+
+
+def _is_used(staging: Path) -> bool:
+    """Whether the process that made this directory is still at it."""
+    try:
+        handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def _open_unless_pipe(path: str, flags: int) -> int:

@@ -23,7 +23,7 @@ FIRST, SECOND = ShardSet(((0, 0, 2),)), ShardSet(((0, 2, 4),))
 async def test_what_was_asked_for_last_is_held_and_what_was_before_is_not(tmp_path: Path) -> None:
     source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
     with serving(source) as server:
-        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), keep_experts=False)
+        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), experts_bytes_max=0)
         manifest, room_bytes = model.manifest, model.manifest.shard_size_bytes(FIRST)
         cache = ExpertCache(tmp_path / "models", room_bytes)
         keeper, other = ExpertsOnDisk(cache, model), ExpertsOnDisk(cache, model)
@@ -55,7 +55,7 @@ async def test_a_fetch_ends_with_who_asked_for_it_and_goes_on_with_the_next(tmp_
         return True
 
     with serving(source) as server:
-        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), keep_experts=False)
+        model = ModelStore(tmp_path / "models").pull(server.url("tiny.gguf"), experts_bytes_max=0)
         keeper = ExpertsOnDisk(ExpertCache(tmp_path / "models"), model)
         server.behaviour, server.sent_bytes = in_steps, 0
         with trio.CancelScope() as scope:
@@ -82,7 +82,7 @@ async def test_the_whole_model_is_held_where_all_of_it_is_here(tmp_path: Path) -
         keeper = ExpertsOnDisk(ExpertCache(tmp_path / "models"), model)
         assert await keeper.keep_whole_model()
         size_bytes = model.manifest.experts_size_bytes()
-        second = store.pull(server.url("other.gguf"), keep_experts=False)
+        second = store.pull(server.url("other.gguf"), experts_bytes_max=0)
         with pytest.raises(ModelUnusable, match="no room"):
             ExpertCache(tmp_path / "models", size_bytes).ensure(second, FIRST)
 

@@ -39,7 +39,7 @@ class Case:
         self.server = server
         self.source = source
         self.directory = directory / "models"
-        self.model = ModelStore(self.directory).pull(server.url(source.name), keep_experts=False)
+        self.model = ModelStore(self.directory).pull(server.url(source.name), experts_bytes_max=0)
         self.cache = ExpertCache(self.directory)
         self.manifest = self.model.manifest
         server.sent_bytes, server.asked = 0, []
@@ -370,7 +370,7 @@ def test_two_fetches_do_not_count_on_the_same_room(
             refused.append(caught.value)
 
     with serving(second) as server:
-        model = ModelStore(case.directory).pull(server.url("second.gguf"), keep_experts=False)
+        model = ModelStore(case.directory).pull(server.url("second.gguf"), experts_bytes_max=0)
         with cache.serving(case.model, FIRST):
             cache.ensure(case.model, FIRST, meanwhile)
             assert (len(refused), rooms) == (1, [size_bytes // 2])
@@ -393,7 +393,7 @@ def test_a_smaller_limit_is_kept_by_the_next_fetch_also_where_nothing_is_missing
 def test_other_models_experts_make_room_too_and_are_told_apart(case: Case, tmp_path: Path) -> None:
     second = make_qwen3moe(tmp_path / "second.gguf", replace(SHAPE, seed=5))
     with serving(second) as server:
-        model = ModelStore(case.directory).pull(server.url("second.gguf"), keep_experts=False)
+        model = ModelStore(case.directory).pull(server.url("second.gguf"), experts_bytes_max=0)
         cache = ExpertCache(case.directory, case.shard_bytes(FIRST))
         cache.ensure(model, FIRST)
         with cache.serving(case.model, FIRST):  # the other model's, of the same numbers

@@ -22,7 +22,7 @@ from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.gguf_split import part_locations
-from kvasir_node.model.store import ModelStore
+from kvasir_node.model.store import ModelStore, StoredModel
 from kvasir_proto.errors import ModelUnusable, SourceFailed
 from kvasir_proto.manifest import ShardSet
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
@@ -117,10 +117,58 @@ def test_experts_without_room_are_hashed_and_not_kept(
     free_bytes = store_module.SPARE_BYTES + source.stat().st_size - 1 if is_wanted else 1 << 40
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free_bytes))
     with serving(source) as server:
-        pulled = store.pull(server.url(source.name), keep_experts=is_wanted)
+        pulled = store.pull(server.url(source.name), experts_bytes_max=None if is_wanted else 0)
     shard = pulled.manifest.whole_shard()
     assert len(pulled.experts.missing(pulled.manifest, shard)) == len(shard) * 3
     assert not pulled.experts.directory.exists()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_no_more_experts_are_kept_than_are_allowed(store: ModelStore, source: Path, has_room: bool) -> None:
+    with serving(source) as server:
+        whole = store.pull(server.url(source.name), experts_bytes_max=0)
+        size_bytes = whole.manifest.shard_size_bytes(whole.manifest.whole_shard())
+        store.remove(whole)
+        room_bytes = size_bytes if has_room else size_bytes - 1
+        pulled = store.pull(server.url(source.name), experts_bytes_max=room_bytes)
+    assert (pulled.experts.missing(pulled.manifest, pulled.manifest.whole_shard()) == []) == has_room
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_others_use_the_store_while_a_model_comes(
+    store: ModelStore, source: Path, tmp_path: Path, has_manifest: bool
+) -> None:
+    """A server may take as long as it likes, above its bytes a second."""
+    is_fetching, may_go_on = threading.Event(), threading.Event()
+
+    def hang(answering: Answering, begin: int, end: int) -> bool:
+        if begin and not is_fetching.is_set():  # behind the header
+            is_fetching.set()
+            may_go_on.wait(30)
+        return False
+
+    manifest = ModelStore(tmp_path / "others").add(source).manifest if has_manifest else None
+    second = make_qwen3moe(tmp_path / "second.gguf", replace(SHAPE, seed=5))
+    pulled: list[StoredModel] = []
+    with serving(source) as server:
+        server.behaviour = hang
+        url = server.url(source.name)
+        pulling = threading.Thread(target=lambda: pulled.append(store.pull(url, manifest=manifest)))
+        pulling.start()
+        assert is_fetching.wait(30)
+        adding = threading.Thread(target=store.add, args=(second,))
+        adding.start()
+        adding.join(20)
+        is_held_up = adding.is_alive()
+        may_go_on.set()
+        pulling.join(30)
+        adding.join(30)
+    assert not is_held_up
+    assert {each.name for each in store.list()} == {"tiny", "second"}
+    (model,) = pulled
+    verify_backbone_file(model.backbone_path, model.manifest)
+    if not has_manifest:
+        assert model.experts.missing(model.manifest, model.manifest.whole_shard()) == []
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(
