@@ -2,7 +2,8 @@
 
 Decides what of an answer is believed (only status 206 with the very range, size and version asked for), when
 a cut is gone on from and when a server is given up: every wait has a deadline, however few bytes a server
-lets through at a time. Of the standard library, because the libraries at hand bound each read of a socket,
+lets through at a time. A server of the internet leads to none of a private network: what is asked for there
+is asked in our name. Of the standard library, because the libraries at hand bound each read of a socket,
 but not an answer. It runs in a thread; what the bytes are worth, digests say.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import ipaddress
 import re
 import socket
 import ssl
@@ -88,6 +90,8 @@ class HttpFile:
         self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
         self._idle_lock = threading.Lock()
         self._is_closed = False
+        self._is_public: bool | None = None
+        """Whether the first server of all is one of the internet."""
         self._version: str | None = None
         self._version_is_strong = False
         self.size_bytes = 0
@@ -221,10 +225,16 @@ class HttpFile:
         try:
             connection = kind(netloc, timeout=left_s)
             connection.connect()
+            address = str(connection.sock.getpeername()[0])
         except ssl.SSLCertVerificationError as error:
             raise SourceFailed(f"{self.name} cannot be used: {error.verify_message}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _Interrupted(_reason_of(error)) from error
+        if self._is_public is None:
+            self._is_public = is_public(address)
+        elif self._is_public and not is_public(address):
+            connection.close()
+            raise self._unusable(f"it leads to {address}, which is no address of the internet")
         connection.sock = cast(Any, _TimedSocket(connection.sock, self._now))
         return connection
 
@@ -403,6 +413,14 @@ class _Pace:
         too_slow = self._bytes < self._patience.bytes_per_second_min * self._waited_s
         self._waited_s, self._bytes = 0.0, 0
         return too_slow
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet: not of this machine, its link or a private network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return ip.is_global and not ip.is_multicast
 
 
 def _reason_of(error: Exception) -> str:

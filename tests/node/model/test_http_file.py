@@ -23,8 +23,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir_node.model import http_file
 from kvasir_node.model.byte_ranges import InOrder
-from kvasir_node.model.http_file import REDIRECTS_MAX, HttpFile, HttpPatience
+from kvasir_node.model.http_file import REDIRECTS_MAX, HttpFile, HttpPatience, is_public
 from kvasir_node.model.model_url import ModelUrl, location_of
 from kvasir_proto.errors import SourceFailed, UsageError
 from tests.node.model.misbehaving_server import Answering, Behaviour, MisbehavingServer, serving
@@ -264,6 +265,57 @@ def test_nobody_there_is_said() -> None:
         url = ModelUrl(f"http://127.0.0.1:{unused.getsockname()[1]}/model")
         with pytest.raises(SourceFailed, match="attempts in a row: Connection refused"):
             HttpFile(url, IMPATIENT)
+
+
+PUBLIC: dict[str, bool] = {
+    "8.8.8.8": True,
+    "2606:4700::1111": True,
+    "::ffff:8.8.8.8": True,
+    "127.0.0.1": False,
+    "127.9.9.9": False,
+    "0.0.0.0": False,
+    "10.1.2.3": False,
+    "172.16.0.1": False,
+    "192.168.1.1": False,
+    "169.254.169.254": False,
+    "100.64.0.1": False,
+    "224.0.0.1": False,
+    "::1": False,
+    "::": False,
+    "::ffff:127.0.0.1": False,
+    "::ffff:10.0.0.1": False,
+    "fe80::1%eth0": False,
+    "fd00::1": False,
+}
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_which_addresses_are_of_the_internet(address: str) -> None:
+    assert is_public(address) == PUBLIC[address]
+
+
+@pytest.mark.parametrize("first_is_public", [True, False])
+@pytest.mark.parametrize("second_is_public", [True, False])
+def test_a_server_of_the_internet_leads_to_none_of_a_private_network(
+    monkeypatch: pytest.MonkeyPatch, first_is_public: bool, second_is_public: bool
+) -> None:
+    """Neither by a redirect nor, behind the first answer, by another address of the same name."""
+    with serving(files=MODEL) as server, serving(files=MODEL) as inner:
+        answers = itertools.chain([first_is_public], itertools.repeat(second_is_public))
+        monkeypatch.setattr(http_file, "is_public", lambda address: next(answers))
+
+        def redirect(answering: Answering, begin: int, end: int) -> bool:
+            answering.head(302, {"Content-Length": "0", "Location": inner.url("model").url})
+            return True
+
+        server.behaviour = redirect
+        if first_is_public and not second_is_public:
+            with pytest.raises(SourceFailed, match=r"leads to 127\.0\.0\.1, which is no address of"):
+                HttpFile(server.url("model"), IMPATIENT)
+            assert inner.asked == [], "nothing was asked there"
+        else:
+            with opened(server) as file:
+                assert read(file) == DATA
 
 
 def test_a_redirect_is_followed_at_every_range_and_shown_without_its_query() -> None:
