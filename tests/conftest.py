@@ -13,6 +13,10 @@ import hypothesis
 import pytest
 import structlog
 
+# As in engines (kvasir_node/supervisor.py): numpy's threads wait for each other by turning round, and most of
+# all beside other processes. It counts when numpy is imported, so it is said here.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # The same examples on every machine: what fails in CI fails at home. KVASIR_TEST_FRESH=1 looks for new ones.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=1000)

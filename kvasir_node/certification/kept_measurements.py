@@ -58,7 +58,7 @@ class KeptMeasurements:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with durable_file(self._path_of(key)) as file:
                 file.write(hashlib.sha256(key + payload).digest() + payload)
-            files = sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda each: each.stat().st_mtime)
+            files = sorted(self._directory.glob(f"*{_SUFFIX}"), key=_last_written)
             for oldest in files[:-KEPT_MAX]:
                 oldest.unlink(missing_ok=True)
         except OSError as error:
@@ -66,3 +66,11 @@ class KeptMeasurements:
 
     def _path_of(self, key: bytes) -> Path:
         return self._directory / f"{key.hex()[:32]}{_SUFFIX}"
+
+
+def _last_written(path: Path) -> float:
+    """When, in seconds; 0 for a file that another node of this directory has removed meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,17 +23,12 @@ from kvasir_node.model.store import ModelStore
 from kvasir_proto.errors import KvasirError
 from kvasir_proto.messages.local import GenerateRequest
 from tests.loopback.daemons import PATIENCE_S, SAMPLING, Daemon, kvasir, run_session, wait_for
+from tests.loopback.free_port import free_port
 from tests.model_makers import ModelShape, make_qwen3moe
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
 N_TOKENS = 300
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:

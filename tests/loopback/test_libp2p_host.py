@@ -33,6 +33,7 @@ from kvasir_proto.errors import (
     TransportUnavailable,
 )
 from kvasir_proto.ids import NodeId
+from tests.loopback.free_port import free_port
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 
@@ -73,12 +74,6 @@ async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - libp2p has no event for it
             await trio.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def port_of(one: Libp2pHost) -> int:

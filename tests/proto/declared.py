@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
@@ -108,6 +109,7 @@ def values_of(message_type: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(message_type, *(_values(annotation) for _, annotation in _fields(message_type)))
 
 
+@cache
 def _values(annotation: Any) -> st.SearchStrategy[Any]:
     plain, bound = _parts(annotation)
     if plain is NodeId:

@@ -69,6 +69,17 @@ def test_the_oldest_goes_when_there_are_too_many(tmp_path: Path) -> None:
     assert [kept.load(key) is None for key in keys] == [True, True] + [False] * KEPT_MAX
 
 
+def test_the_oldest_goes_also_where_another_node_removes_files_meanwhile(tmp_path: Path) -> None:
+    """Those that share a directory remove the same files: what was listed may be gone when looked at."""
+    kept = KeptMeasurements(tmp_path)
+    (tmp_path / "gone.measurement").symlink_to(tmp_path / "nowhere")
+    keys = [measurement_key(number) for number in range(KEPT_MAX + 1)]
+    for number, key in enumerate(keys):
+        kept.save(key, KEPT)
+        os.utime(tmp_path / f"{key.hex()[:32]}.measurement", (number + 1, number + 1))
+    assert [kept.load(key) is None for key in keys] == [True] + [False] * KEPT_MAX
+
+
 def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     kept = KeptMeasurements(tmp_path / "file")
