@@ -34,13 +34,16 @@ _READ_BYTES: Final = 1 << 16
 class HttpLimits:
     """What one client may cost. Times in seconds."""
 
-    connections_max: int = 64
+    connections_max: int = 256
+    """Descriptors: 1024 is what a process often has. For one more, the longest idle one is closed."""
     refusing_max: int = 16
     """Connections that are told at one time that there are too many; more are closed without a word."""
     head_bytes_max: int = 32 << 10
     """Of a request's first line and headers. A browser's cookies for localhost can be 8 KiB."""
     body_bytes_max: int = 4 << 20
     """A prompt of a million characters, most of them of one byte."""
+    bodies_bytes_max: int = 64 << 20
+    """Of all requests that are being read or answered."""
     ahead_bytes_max: int = 64 << 10
     """What a client may send of its next request while it is answered."""
     idle_s: float = 75.0
@@ -67,7 +70,13 @@ class HttpServer:
         self._limits = limits or HttpLimits()
         self._wall_time = wall_time
         self._n_refusing = 0
-        self.n_connections = 0
+        self._connections: dict[_Connection, None] = {}
+        self._bodies = _Bodies(self._limits.bodies_bytes_max)
+
+    @property
+    def n_connections(self) -> int:
+        """Connections that are served now."""
+        return len(self._connections)
 
     async def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
         """Serve until cancelled."""
@@ -75,26 +84,37 @@ class HttpServer:
 
     async def serve_connection(self, stream: trio.abc.Stream) -> None:
         """One connection, to its end. Nothing that a client does raises here."""
-        if self.n_connections >= self._limits.connections_max:
-            await self._refuse(stream)
+        connection = _Connection(stream, self._limits, self._wall_time, self._bodies)
+        if self.n_connections >= self._limits.connections_max and not self._make_room():
+            await self._refuse(connection, stream)
             return
-        self.n_connections += 1
-        connection = _Connection(stream, self._limits, self._wall_time)
+        self._connections[connection] = None
         try:
             with contextlib.suppress(ClientGone):
                 await connection.serve(self._handler)
-                await connection.linger()
+                # One that was let go of was idle: there is nothing on its way.
+                if connection in self._connections:
+                    await connection.linger()
         finally:
-            self.n_connections -= 1
+            self._connections.pop(connection, None)
             await trio.aclose_forcefully(stream)
 
-    async def _refuse(self, stream: trio.abc.Stream) -> None:
+    def _make_room(self) -> bool:
+        """Let go of the connection that has been idle for longest, if any is; clients expect that."""
+        idle = [(each.idle_since, each) for each in self._connections if each.idle_since is not None]
+        if not idle:
+            return False
+        _, longest = min(idle, key=lambda each: each[0])
+        del self._connections[longest]
+        longest.let_go()
+        return True
+
+    async def _refuse(self, connection: _Connection, stream: trio.abc.Stream) -> None:
         """Tell one client that there are too many."""
         refusal = Refusal(503, "too many connections", code="too_many_connections", retry_after_s=1.0)
         self._n_refusing += 1
         try:
             if self._n_refusing <= self._limits.refusing_max:
-                connection = _Connection(stream, self._limits, self._wall_time)
                 with contextlib.suppress(ClientGone), trio.move_on_after(self._limits.linger_s):
                     await connection.refuse(refusal)
                     await connection.linger()
@@ -103,10 +123,39 @@ class HttpServer:
             await trio.aclose_forcefully(stream)
 
 
+class _Bodies:
+    """The bytes of all requests' bodies that are in memory."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._n_left = bytes_max
+
+    def take(self, count: int) -> None:
+        """Count bytes in. Raises `Refusal` where there is no room for them."""
+        if count > self._n_left:
+            raise Refusal(503, "too many long requests at once", code="too_many_requests", retry_after_s=1.0)
+        self._n_left -= count
+
+    def give_back(self, count: int) -> None:
+        """Count bytes out."""
+        self._n_left += count
+
+
 class _Connection:
     """One connection: requests, one after another, and the reply to the one at hand."""
 
-    def __init__(self, stream: trio.abc.Stream, limits: HttpLimits, wall_time: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        limits: HttpLimits,
+        wall_time: Callable[[], float],
+        bodies: _Bodies,
+    ) -> None:
+        self.idle_since: float | None = None
+        """Since when no request has begun; None while there is one."""
+        self._bodies = bodies
+        self._n_held = 0
+        """Bytes of the body at hand, counted in `_Bodies`."""
+        self._waiting = trio.CancelScope()
         self._stream = stream
         self._limits = limits
         self._wall_time = wall_time
@@ -116,8 +165,18 @@ class _Connection:
         self._is_head_only = False
         """Whether the request at hand wants no body."""
 
+    def let_go(self) -> None:
+        """End an idle connection."""
+        self._waiting.cancel()
+
     async def serve(self, handler: HttpHandler) -> None:
         """Answer requests until the connection is to end. Raises `ClientGone`."""
+        try:
+            await self._serve(handler)
+        finally:
+            self._forget_body()
+
+    async def _serve(self, handler: HttpHandler) -> None:
         while True:
             try:
                 head = await self._receive_head()
@@ -133,6 +192,7 @@ class _Connection:
                 await self.refuse(refusal)
                 return
             await self._answer(handler, request)
+            self._forget_body()
             if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                 return
             self._http.start_next_cycle()
@@ -207,7 +267,10 @@ class _Connection:
         has_begun = bool(self._http.trailing_data[0])
         self._deadline = trio.current_time() + (limits.head_s if has_begun else limits.idle_s)
         while (event := self._http.next_event()) is h11.NEED_DATA:
-            if not await self._receive_more():
+            self.idle_since = None if has_begun else trio.current_time()
+            is_more = await self._receive_more()
+            self.idle_since = None
+            if not is_more:
                 if has_begun:
                     raise Refusal(408, "the request did not come to its end in time", code="timeout")
                 return None
@@ -243,6 +306,8 @@ class _Connection:
                 if not await self._receive_more():
                     raise Refusal(408, "the request did not come to its end in time", code="timeout")
             elif isinstance(event, h11.Data):
+                self._bodies.take(len(event.data))
+                self._n_held += len(event.data)
                 body += event.data
                 if len(body) > limits.body_bytes_max:
                     raise too_long
@@ -252,7 +317,7 @@ class _Connection:
 
     async def _receive_more(self) -> bool:
         """Hand h11 what comes next; False when the deadline passed before. Raises `ClientGone`."""
-        with trio.move_on_at(self._deadline):
+        with trio.move_on_at(self._deadline) as self._waiting:
             try:
                 data = await self._stream.receive_some(_READ_BYTES)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -260,6 +325,10 @@ class _Connection:
             self._http.receive_data(bytes(data))
             return True
         return False
+
+    def _forget_body(self) -> None:
+        self._bodies.give_back(self._n_held)
+        self._n_held = 0
 
     # --- both -----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ INSTRUMENTED: Final = [
         "kvasir_node.worker",
         "kvasir_node.backbone",
         "kvasir_node.engine",
+        "kvasir_node.gateway",
+        "h11",
     ),
     # Its branches tell of native code, which is not instrumented, what the targets can see of it.
     "tests.fuzz.targets",

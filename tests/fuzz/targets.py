@@ -23,12 +23,16 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
+import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import IndexBuffer, RemoteHolder, Request
 from kvasir_node.engine.certificate import EngineKey, verify_engine_certificate
+from kvasir_node.gateway.refusal import Refusal
+from kvasir_node.gateway.text_requests import chat_request_of, completion_request_of
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import lay_out
@@ -59,6 +63,7 @@ from kvasir_proto.term_proof import (
     make_term_proof,
     verify_term_proof,
 )
+from tests.node.gateway.toy_swarm import ToyGateway
 from tests.node.sealed_rows import SealingWorker
 from tests.node.test_ggml_cpu import EVERYTHING as ALL_OPERATIONS
 from tests.node.test_ggml_cpu import ODD_SHAPES, SWIGLU, make_bench
@@ -939,6 +944,60 @@ def rows_seeds() -> Iterable[bytes]:
     yield bytes([1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0])
 
 
+def run_gateway_request(data: bytes) -> None:
+    """A body is a request of both endpoints or a refusal of each, which JSON can hold."""
+    for parse in (chat_request_of, completion_request_of):
+        try:
+            parse(data, lambda: 0)
+        except Refusal as refusal:
+            require(refusal.status in (400, 413), f"status {refusal.status}")
+            require(len(refusal.body()) < 8192, "a long refusal")
+
+
+def run_gateway_connection(data: bytes) -> None:
+    """Whatever a client of the gateway sends: the connection ends, in bounded time, and nothing raises."""
+
+    async def converse() -> None:
+        toy = ToyGateway()
+        ours, theirs = trio.testing.memory_stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(toy.server.serve_connection, theirs)
+            await ours.send_all(data)
+            await ours.send_eof()
+            answered = b"".join([bytes(each) async for each in ours])
+        require(toy.server.n_connections == 0, "a connection that never ended")
+        require(b" 500 \r\n" not in answered, "a request that crashed")
+        require(not answered or answered.startswith(b"HTTP/1.1 "), "an answer that is no HTTP")
+
+    trio.run(converse, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def gateway_request_seeds() -> Iterable[bytes]:
+    """A chat and a completion, with most of what they can have."""
+    yield (
+        b'{"model":"demo","messages":[{"role":"system","content":"a"},{"role":"user","content":'
+        b'[{"type":"text","text":"b"}],"name":"n"}],"stop":["x"],"seed":-1,"logit_bias":{"7":1.5},"logprobs":true,'
+        b'"top_logprobs":2,"stream":true,"stream_options":{"include_usage":true},"max_tokens":3,"top_p":0.5}'
+    )
+    yield b'{"model":"demo","prompt":[1,2],"logprobs":1,"temperature":0,"min_p":0.1,"top_k":3,"n":1}'
+    yield b'{"model":"demo","prompt":"a","presence_penalty":1,"frequency_penalty":-2,"user":"u"}'
+
+
+def gateway_connection_seeds() -> Iterable[bytes]:
+    """The same requests, one by one and behind each other, and questions without a body."""
+    posts = [
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (path, len(body), body)
+        for body in gateway_request_seeds()
+        for path in (b"/v1/chat/completions", b"/v1/completions")
+    ]
+    gets = [
+        b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path
+        for path in (b"/v1/models", b"/v1/models/demo", b"/health/ready", b"/metrics", b"/v1/embeddings")
+    ]
+    yield from [*posts, *gets, gets[0] + gets[1]]
+
+
 TARGETS: Final = {
     target.name: target
     for target in (
@@ -957,6 +1016,8 @@ TARGETS: Final = {
         Target("dispatcher", run_dispatcher, dispatcher_seeds, 1024),
         Target("kernel", run_kernel, kernel_seeds, 1024, is_native=True),
         Target("rows", run_rows, rows_seeds, 256, is_native=True),
+        Target("gateway-request", run_gateway_request, gateway_request_seeds),
+        Target("gateway-connection", run_gateway_connection, gateway_connection_seeds),
         Target("sums", run_sums, sums_seeds, 256, is_native=True),
     )
 }

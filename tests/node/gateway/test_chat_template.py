@@ -114,7 +114,8 @@ async def test_a_conversation_becomes_the_models_text_again_and_again() -> None:
 
 
 async def test_what_takes_for_ever_is_ended_and_the_next_text_is_made() -> None:
-    async with templates(processor_time_s=0) as made:
+    # No more than what is left of the first second; on a busy machine that is half a minute.
+    async with templates(processor_time_s=0, timeout_s=300.0) as made:
         with pytest.raises(Refusal, match="too much memory or processor time"):
             await made.prompt_of(model("{{ 9 ** (9 ** 9) }}"), HELLO, 0)
         with pytest.raises(Refusal, match="MemoryError"):
@@ -159,6 +160,13 @@ async def test_a_model_without_a_template_says_so() -> None:
 async def test_nothing_that_a_child_says_is_trusted(said: bytes) -> None:
     async with templates() as made:
         made._command = [sys.executable, "-c", f"import os; os.write(1, {said!r}); os.read(0, 9)"]
+        with pytest.raises(Refusal, match="chat template cannot be used"):
+            await made.prompt_of(model("x"), HELLO, 0)
+
+
+async def test_nobody_waits_for_more_than_an_answer_can_have() -> None:
+    async with templates(timeout_s=30.0) as made:
+        made._command = [sys.executable, "-c", "import os, time; os.write(1, b'\\xff' * 4); time.sleep(60)"]
         with pytest.raises(Refusal, match="chat template cannot be used"):
             await made.prompt_of(model("x"), HELLO, 0)
 

@@ -184,6 +184,8 @@ async def test_who_sends_far_ahead_is_let_go(autojump_clock: trio.testing.MockCl
 async def test_there_are_so_many_connections_and_no_more(autojump_clock: trio.testing.MockClock) -> None:
     server = HttpServer(Echo(), HttpLimits(connections_max=2, refusing_max=1))
     async with connected(server) as first, connected(server) as second:
+        await first.send("GET", "/wait")
+        await second.send("GET", "/wait")
         await trio.testing.wait_all_tasks_blocked()
         assert server.n_connections == 2
         async with connected(server) as third:
@@ -197,7 +199,37 @@ async def test_there_are_so_many_connections_and_no_more(autojump_clock: trio.te
         await trio.sleep(1)
         async with connected(server) as third:
             assert (await third.ask("GET", "/a")).status == 200
-        assert (await second.ask("GET", "/a")).status == 200
+
+
+async def test_the_longest_idle_connection_makes_room(autojump_clock: trio.testing.MockClock) -> None:
+    server = HttpServer(Echo(), HttpLimits(connections_max=3))
+    async with connected(server) as busy, connected(server) as idle, connected(server) as idle_for_less:
+        await busy.send("GET", "/wait")
+        assert (await idle.ask("GET", "/a")).status == 200
+        await trio.sleep(1)
+        assert (await idle_for_less.ask("GET", "/a")).status == 200
+        await trio.sleep(1)
+        async with connected(server) as new:
+            assert (await new.ask("GET", "/a")).status == 200
+            assert server.n_connections == 3
+            assert await everything(idle.stream) == b""
+            assert (await idle_for_less.ask("GET", "/a")).status == 200
+            assert trio.current_time() == 2
+
+
+async def test_all_bodies_together_have_a_bound(autojump_clock: trio.testing.MockClock) -> None:
+    server = HttpServer(Echo(), HttpLimits(bodies_bytes_max=100))
+    async with connected(server) as client:
+        for _ in range(3):  # what was answered has its room back
+            assert (await client.ask("POST", "/a", b"x" * 60)).status == 200
+        async with connected(server) as waiting, connected(server) as gone:
+            await waiting.send("POST", "/wait", b"x" * 60)
+            await trio.testing.wait_all_tasks_blocked()
+            refused = await gone.ask("POST", "/a", b"x" * 60)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            await waiting.stream.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+        assert (await client.ask("POST", "/a", b"x" * 60)).status == 200
 
 
 async def test_a_refused_head_leaves_its_body_unread(autojump_clock: trio.testing.MockClock) -> None:
