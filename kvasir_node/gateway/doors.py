@@ -60,8 +60,6 @@ class Doors:
         self._check_origin(head)
         if head.path not in OPEN_PATHS:
             self._check_token(head)
-        if head.method == "POST" and not _JSON.fullmatch(head.header("content-type") or ""):
-            raise Refusal(415, "a body is JSON, and Content-Type says so: application/json", code="not_json")
 
     def is_known(self, head: HttpHead) -> bool:
         """Whether whoever asks has the token, or needs none."""
@@ -101,3 +99,9 @@ class Doors:
                 code="invalid_api_key",
                 headers=(("WWW-Authenticate", "Bearer"),),
             )
+
+
+def require_json(head: HttpHead) -> None:
+    """Raise `Refusal` for a body that a form could have sent."""
+    if head.method == "POST" and not _JSON.fullmatch(head.header("content-type") or ""):
+        raise Refusal(415, "a body is JSON, and Content-Type says so: application/json", code="not_json")

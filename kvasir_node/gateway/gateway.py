@@ -24,8 +24,9 @@ from kvasir_node.gateway.answer_shapes import (
     Usage,
 )
 from kvasir_node.gateway.answering import Answering
+from kvasir_node.gateway.api_description import api_description
 from kvasir_node.gateway.chat_template import ChatTemplates
-from kvasir_node.gateway.doors import Doors
+from kvasir_node.gateway.doors import Doors, require_json
 from kvasir_node.gateway.event_stream import HEADERS as EVENT_STREAM_HEADERS
 from kvasir_node.gateway.event_stream import EventStream
 from kvasir_node.gateway.gateway_metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
@@ -81,6 +82,7 @@ class Gateway:
             "/health/live": ("GET", self._live),
             "/health/ready": ("GET", self._ready),
             "/metrics": ("GET", self._tell_metrics),
+            "/openapi.json": ("GET", self._describe),
             _MODELS: ("GET", self._models),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
@@ -91,6 +93,7 @@ class Gateway:
         try:
             self._doors.check(head)
             self._endpoint_of(head)
+            require_json(head)
         except Refusal as refusal:
             self._metrics.count_request("none", refusal.status)
             raise
@@ -156,6 +159,9 @@ class Gateway:
 
     async def _tell_metrics(self, request: HttpRequest, reply: HttpReply) -> None:
         await reply.send(200, (("Content-Type", METRICS_CONTENT_TYPE),), self._metrics.text())
+
+    async def _describe(self, request: HttpRequest, reply: HttpReply) -> None:
+        await _send_json(reply, 200, api_description(self._swarm.standing().model))
 
     async def _models(self, request: HttpRequest, reply: HttpReply) -> None:
         standing = self._swarm.standing()

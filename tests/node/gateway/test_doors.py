@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvasir_node.gateway.doors import Doors
+from kvasir_node.gateway.doors import Doors, require_json
 from kvasir_node.gateway.http_messages import HttpHead
 from kvasir_node.gateway.refusal import Refusal
 from kvasir_proto.errors import ConfigurationInvalid
@@ -21,6 +21,11 @@ EVERYWHERE = Doors("0.0.0.0", token=TOKEN)
 def head(method: str = "GET", path: str = "/v1/models", **headers: str) -> HttpHead:
     sent = {"host": "localhost:8080"} | {name.replace("_", "-"): value for name, value in headers.items()}
     return HttpHead(method, path, tuple(sent.items()), "127.0.0.1")
+
+
+def come_in(doors: Doors, asked: HttpHead) -> None:
+    doors.check(asked)
+    require_json(asked)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def head(method: str = "GET", path: str = "/v1/models", **headers: str) -> HttpH
     ],
 )
 def test_who_may_come_in(doors: Doors, asked: HttpHead) -> None:
-    doors.check(asked)
+    come_in(doors, asked)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_who_may_come_in(doors: Doors, asked: HttpHead) -> None:
 )
 def test_who_may_not(doors: Doors, asked: HttpHead, status: int, code: str) -> None:
     with pytest.raises(Refusal) as refused:
-        doors.check(asked)
+        come_in(doors, asked)
     assert (refused.value.status, refused.value.code) == (status, code)
     assert (status == 401) == (("WWW-Authenticate", "Bearer") in refused.value.headers())
 

@@ -310,6 +310,10 @@ async def test_a_wrong_method_names_the_right_one(autojump_clock: trio.testing.M
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
     async with connected(ToyGateway().server) as client:
         assert (await client.ask("OPTIONS", "/v1/models")).status == 405
+    async with connected(ToyGateway().server) as client:
+        assert (await client.ask("POST", "/v1/models")).status == 405
+    async with connected(ToyGateway().server) as client:
+        assert (await client.ask("POST", CHAT, b"a=b", content_type="text/plain")).status == 415
 
 
 async def test_health(autojump_clock: trio.testing.MockClock) -> None:
