@@ -32,8 +32,17 @@ START_TIMEOUT_S: Final = 30.0
 """From the start of the child to the whole of its hello. An emulator loads in a tenth of a second."""
 
 CALL_TIMEOUT_S: Final = 600.0
-"""From the first byte of a request to the last of its reply. An emulated processor takes 0.2 s for one row
-through one expert of 3072 x 1024 in F16, and a probe sends 512 rows at once."""
+"""The longest that any call may take, from the first byte of a request to the last of its reply."""
+CALL_FLOOR_S: Final = 20.0
+"""What any call may take however little it asks: a machine may have ten times as much to do as it can."""
+CALL_MARGIN: Final = 8
+PRODUCT_S: Final = 21e-9
+"""Time of one multiplication before it is known: an emulated processor takes 0.2 s for a row through a matrix
+of 3072 x 1024 in each of an expert's three tensors, in F16, and a probe sends 512 at once."""
+PRODUCTS_MEASURED_MIN: Final = 1_000_000
+"""Calls of fewer multiplications take most of their time for other things, and tell nothing."""
+BYTE_S: Final = 100e-9
+"""What a byte on the pipe may take."""
 
 STOP_TIMEOUT_S: Final = 5.0
 """How long a child may take to end that was told to, and to be gone once it was killed."""
@@ -58,6 +67,25 @@ _HANDLE: Final = 1
 """A host has one kernel, so that its handle says nothing."""
 
 
+class CallTimes:
+    """How long calls to one host may take, by what they ask, as far as its speed is known."""
+
+    def __init__(self, longest_s: float = CALL_TIMEOUT_S) -> None:
+        self._longest_s = longest_s
+        self._product_s: float | None = None
+
+    def allowed_s(self, n_products: int, size_bytes: int) -> float:
+        """For a call with so many multiplications, and so many bytes there and back."""
+        product_s = PRODUCT_S if self._product_s is None else self._product_s
+        expected_s = CALL_MARGIN * n_products * product_s + size_bytes * BYTE_S
+        return min(self._longest_s, CALL_FLOOR_S + expected_s)
+
+    def learn(self, n_products: int, took_s: float) -> None:
+        """One took so long. The slowest counts: a few rows at once are slower than many, each."""
+        if n_products >= PRODUCTS_MEASURED_MIN:
+            self._product_s = max(self._product_s or 0.0, took_s / n_products)
+
+
 class KernelHost:
     """One child process and its kernel. Closed by `kernel_destroy`, or by `close` if there never was one."""
 
@@ -73,7 +101,9 @@ class KernelHost:
         is a host of another build.
         """
         self._command = tuple(command)
-        self._call_timeout_s = call_timeout_s
+        self._times = CallTimes(call_timeout_s)
+        self._n_products: dict[int, int] = {}
+        """Multiplications of a row through one expert, at most, by layer."""
         self._lock = threading.Lock()
         self._lost = ""
         self._reason = ""
@@ -124,6 +154,8 @@ class KernelHost:
         self, kernel: int, layer: int, tensor: int, type_id: int, shape: Any, n_dims: int
     ) -> int:
         """`shape` is an array of ctypes, of `n_dims` numbers or more."""
+        if n_dims >= 2:
+            self._n_products[layer] = self._n_products.get(layer, 0) + shape[0] * shape[1]
         words = struct.pack("<4i", layer, tensor, type_id, n_dims)
         return self._ask(_ADD_TENSOR, words + bytes(shape)[: 8 * n_dims])
 
@@ -188,6 +220,7 @@ class KernelHost:
             _memory(expert_of_pair_address, 4 * n_pairs),
             _memory(x_address, x_bytes),
             result=_memory(out_address, out_bytes),
+            n_products=n_pairs * self._n_products.get(layer, 0),
         )
         return status
 
@@ -199,7 +232,13 @@ class KernelHost:
         self._reason = reason
         return _INVALID
 
-    def _ask(self, operation: int, *parts: bytes | memoryview, result: memoryview | None = None) -> int:
+    def _ask(
+        self,
+        operation: int,
+        *parts: bytes | memoryview,
+        result: memoryview | None = None,
+        n_products: int = 0,
+    ) -> int:
         """One request and its reply's status. Where it is 0 `result` has been filled; else see the reason.
 
         Raises `EngineFailed`.
@@ -211,7 +250,7 @@ class KernelHost:
             if self._lost:
                 raise self._gone()
             try:
-                return self._exchange(operation, parts, size_bytes, result)
+                return self._exchange(operation, parts, size_bytes, result, n_products)
             except EngineFailed:
                 raise
             except BaseException:  # an interrupt: half of an exchange is still on its way
@@ -224,8 +263,11 @@ class KernelHost:
         parts: Sequence[bytes | memoryview],
         size_bytes: int,
         result: memoryview | None,
+        n_products: int,
     ) -> int:
-        deadline = time.monotonic() + self._call_timeout_s
+        began = time.monotonic()
+        wanted_bytes = 0 if result is None else len(result)
+        deadline = began + self._times.allowed_s(n_products, size_bytes + wanted_bytes)
         # Where it reads no more it may have said why before it went.
         with contextlib.suppress(BrokenPipeError):
             for part in (_HEADER.pack(_REQUEST, operation, size_bytes), *parts):
@@ -235,11 +277,11 @@ class KernelHost:
         if magic != _REPLY:
             raise self._fail("its answer is no reply")
         if status == _DONE:
-            wanted_bytes = 0 if result is None else len(result)
             if reply_bytes != wanted_bytes:
                 raise self._fail(f"its reply has {reply_bytes} bytes, not {wanted_bytes}")
             if result is not None:
                 self._read(result, deadline)
+            self._times.learn(n_products, time.monotonic() - began)
             return status
         if reply_bytes > REASON_BYTES_MAX:
             raise self._fail(f"its reason has {reply_bytes} bytes")

@@ -5,6 +5,7 @@ Faults are shown by small programs in the place of a host. Real hosts are those 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import signal
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,13 @@ from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR, proce
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
 from kvasir_node.kernels.host_builds import HOST_BUILDS, HOSTS_DIRECTORY, host_command
-from kvasir_node.kernels.kernel_host import PAYLOAD_BYTES_MAX, KernelHost
+from kvasir_node.kernels.kernel_host import (
+    CALL_FLOOR_S,
+    CALL_TIMEOUT_S,
+    PAYLOAD_BYTES_MAX,
+    CallTimes,
+    KernelHost,
+)
 from kvasir_node.kernels.liars import LYING_KERNELS
 from kvasir_node.native_library import NATIVE_ABI
 from kvasir_proto.errors import ConfigurationInvalid, EngineFailed, IncompatibleVersion, RemoteProtocolError
@@ -140,6 +148,60 @@ def test_a_child_that_reads_nothing_does_not_hold_the_caller() -> None:
     expert = np.zeros(1 << 20, np.uint8)  # more than a pipe takes
     with pytest.raises(EngineFailed, match="did not answer in time"):
         host.kernel_set_expert(1, 0, 0, 0, expert.ctypes.data, expert.nbytes)
+    assert is_gone(host)
+
+
+EXPERT_PRODUCTS = 3 * 3072 * 1024
+
+
+@pytest.mark.parametrize(
+    "before, n_rows, allowed_s",
+    [
+        ([], 0, CALL_FLOOR_S),
+        ([], 1, CALL_FLOOR_S + 1.6),
+        ([], 512, CALL_TIMEOUT_S),
+        ([(1, 0.002), (8, 0.016)], 512, CALL_FLOOR_S + 8.2),
+        ([(8, 0.016), (1, 0.2)], 64, CALL_FLOOR_S + 102.4),
+        ([(1, 30.0)], 512, CALL_TIMEOUT_S),
+    ],
+    ids=["nothing", "a row", "an emulator's most", "a processor's", "the slowest counts", "a slow one's"],
+)
+def test_a_call_may_take_what_it_asks_for_by_the_hosts_own_speed(
+    before: list[tuple[int, float]], n_rows: int, allowed_s: float
+) -> None:
+    times = CallTimes()
+    for n_before, took_s in before:
+        times.learn(n_before * EXPERT_PRODUCTS, took_s)
+    times.learn(100, 5.0)  # a small one that was slow for other reasons
+    assert times.allowed_s(n_rows * EXPERT_PRODUCTS, 0) == pytest.approx(allowed_s, rel=0.02)
+    assert CallTimes(7.0).allowed_s(n_rows * EXPERT_PRODUCTS, 0) <= 7.0
+    assert times.allowed_s(0, 100_000_000) == pytest.approx(CALL_FLOOR_S + 10)
+
+
+def test_a_host_that_stands_still_is_given_up_as_soon_as_it_should_have_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not after the ten minutes that an emulator may take for the most that is ever asked."""
+    width = 1024
+    rows = bytes(4 * width)
+    program = f"""
+say({HELLO!r})
+hear(16 + 16 + 16); say({reply(0)!r})
+hear(16 + 8); say({reply(0, struct.pack("<2i", width, width))!r})
+hear(16 + 16 + 8 + {len(rows)}); say({reply(0, rows)!r})
+os.kill(os.getpid(), 19)
+"""
+    host = child(program)
+    shape = (ctypes.c_int64 * 2)(width, width)
+    assert host.kernel_add_tensor(1, 0, 0, 0, shape, 2) == 0
+    table, x = np.zeros(1, np.int32), np.zeros(width, np.float32)
+    asked = (1, 0, 0, 1, 1, x.ctypes.data, table.ctypes.data, table.ctypes.data, x.ctypes.data)
+    assert host.kernel_compute(*asked) == 0
+    monkeypatch.setattr(kernel_host, "CALL_FLOOR_S", 0.5)
+    began = time.monotonic()
+    with pytest.raises(EngineFailed, match="did not answer in time"):
+        host.kernel_compute(*asked)
+    assert time.monotonic() - began < 60
     assert is_gone(host)
 
 
