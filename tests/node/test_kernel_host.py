@@ -6,6 +6,7 @@ Faults are shown by small programs in the place of a host. Real hosts are those 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import platform
 import signal
@@ -29,7 +30,13 @@ from kvasir_node.kernels import kernel_host
 from kvasir_node.kernels.activation_formats import ROUNDINGS_OF_PROCESSOR, processors_of
 from kvasir_node.kernels.choice import make_kernel
 from kvasir_node.kernels.ggml_hosted import GgmlHostedKernel
-from kvasir_node.kernels.host_builds import HOST_BUILDS, HOSTS_DIRECTORY, host_command
+from kvasir_node.kernels.host_builds import (
+    HOST_BUILDS,
+    HOSTS_DIRECTORY,
+    RECORD_SUFFIX,
+    built_hosts,
+    host_command,
+)
 from kvasir_node.kernels.kernel_host import (
     CALL_FLOOR_S,
     CALL_TIMEOUT_S,
@@ -251,13 +258,50 @@ def test_names_are_those_of_the_protocol() -> None:
     assert f"ALL=({' '.join(HOST_BUILDS)})" in script
 
 
+def built(program: Path, data: bytes) -> None:
+    """As `deploy/kernel-hosts` does."""
+    program.write_bytes(data)
+    program.with_name(f"{program.name}.sha256").write_text(hashlib.sha256(data).hexdigest() + "\n", "ascii")
+
+
+def test_a_program_of_another_build_under_its_name_is_no_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a node would certify the one's arithmetic as the other's."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    one, other = tmp_path / "ggml-sse2", tmp_path / "ggml-avx2"
+    built(one, b"one")
+    built(other, b"other")
+    assert host_command("ggml-sse2", tmp_path) == (str(one),)
+    record = tmp_path / "ggml-sse2.sha256"
+    good = record.read_bytes()
+    cases: dict[str, tuple[bytes, bytes | None]] = {
+        "another name's": (b"other", good),
+        "damaged": (b"onf", good),
+        "without a record": (b"one", None),
+        "with another's": (b"one", (tmp_path / "ggml-avx2.sha256").read_bytes()),
+        "with one that is no digest": (b"one", b"\xff" * 64),
+        "with one without end": (b"one", good + bytes(1000)),
+    }
+    for what, (data, digest) in cases.items():
+        one.write_bytes(data)
+        record.unlink(missing_ok=True)
+        if digest is not None:
+            record.write_bytes(digest)
+        with pytest.raises(ConfigurationInvalid, match="not what was built under that name"):
+            host_command("ggml-sse2", tmp_path)
+        assert "not what was built" in built_hosts(tmp_path)["ggml-sse2"], what
+    script = (Path(__file__).parents[2] / "deploy" / "kernel-hosts").read_text("utf-8")
+    assert f"$name{RECORD_SUFFIX}" in script
+
+
 def test_what_is_not_built_or_cannot_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: Bench
 ) -> None:
     with pytest.raises(ConfigurationInvalid, match="not built here: 'make backends'"):
         host_command("ggml-sse2", tmp_path)
     for name in ("ggml-sse2", "ggml-neon-v8.6"):
-        (tmp_path / name).touch()
+        built(tmp_path / name, b"")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert host_command("ggml-sse2", tmp_path) == (str(tmp_path / "ggml-sse2"),)
