@@ -3,7 +3,8 @@
 Whose rows they are was checked before (`kvasir_proto.audit.evidence`); here they are only judged, by the same
 referee as in an audit, in the arithmetic that the accused claims. Who asked may have chosen what to ask: a
 row that an honest kernel's own sums could lose, because nearly everything in it cancels, is evidence of
-nothing, and so is one that the model itself cannot compute. It refuses to know who accuses whom.
+nothing, and so is one that the model itself cannot compute, or of an expert that is not here. It refuses to
+know who accuses whom.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvasir_proto.audit.finding import Finding
 from kvasir_proto.audit.verdict import is_wrong_for_short_sums, word_of
 from kvasir_proto.codec import decode
 from kvasir_proto.dispatch import Q8_0_BLOCK, Q8_0_BLOCK_BYTES, WireType
-from kvasir_proto.errors import ProtocolError
+from kvasir_proto.errors import ModelUnusable, ProtocolError
 from kvasir_proto.ids import NodeId
 from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.messages.engine import RecomputeRows, RowsRecomputed
@@ -117,6 +118,8 @@ def _finding(referee: RowReferee, node_id: NodeId, row: ShownRow, claim: Claim) 
                 return None
     except (ProtocolError, ValueError, KeyError):
         return None  # of other shapes than the model's
+    except ModelUnusable:
+        return None  # of an expert that this home has not fetched, or whose bytes are damaged here
     return finding
 
 

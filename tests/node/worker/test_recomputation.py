@@ -22,6 +22,7 @@ from kvasir_node.native_library import load
 from kvasir_node.worker.recomputation import SENSITIVE_GATE_SHARE, Opinion, judge
 from kvasir_proto.audit.evidence import ShownRow
 from kvasir_proto.dispatch import WireType
+from kvasir_proto.errors import ModelUnusable, SourceFailed
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.program import ExpertProgram, ProgramStep, StepOp
 from tests.audited_rows import liar
@@ -228,6 +229,26 @@ def test_rows_of_a_program_that_the_model_never_asks_for_are_evidence_of_nothing
     assert opinion(made_up).outcome == "quarantined"
     assert opinion(made_up, programs=known).outcome == "inconclusive"
     assert opinion([*made_up, *ordinary[:3]], programs=known).outcome == "quarantined"
+
+
+def test_a_home_that_has_fetched_some_experts_judges_rows_of_those_alone() -> None:
+    """What it has not, and what a disk has damaged, is nobody's fault."""
+
+    def read(tensor_name: str, expert: int) -> bytes:
+        if expert >= 3:
+            raise ModelUnusable("it is damaged") if expert == 4 else SourceFailed("there is no such file")
+        return bytes(EXPERTS.read(tensor_name, expert))
+
+    lies, right = (shown(EXPERTS.load(kernel), asked()) for kernel in (liar("zeros"), GgmlCpuKernel))
+    for rows, expected in (
+        (lies, "quarantined"),
+        (right, "inconclusive"),
+        (lies[:2] + right[3:], "inconclusive"),
+        (right[:3], "right"),
+        (lies[3:], "inconclusive"),
+    ):
+        found = judge(NODE, rows, Claim(), EXPERTS.manifest, read)
+        assert (found.outcome, found.n_rows) == (expected, sum(each in lies[:3] for each in rows))
 
 
 def test_a_program_that_was_made_to_round_what_comes_out_convicts_nobody() -> None:
