@@ -60,6 +60,24 @@ _BATCH_TOKENS_MAX: Final = 512
 _TOKEN: Final = re.compile(r"\d+", re.ASCII)
 
 
+_WITH_BETWEEN: Final = ("text", "window", "singly", "scored", "flash_attention")
+"""Parameters of `measure logits` that say something of two sides only."""
+_WITHOUT_BETWEEN: Final = (
+    "token_ids",
+    "tokens_file",
+    "seed",
+    "workers",
+    "holders",
+    "chunks",
+    "compact_activations",
+    "partial_sums",
+    "device",
+    "reference_device",
+    "require_exact",
+)
+"""Those that say something of a process and a swarm only."""
+
+
 @click.group()
 def measure() -> None:
     """Measure how far a swarm is from a single process, and backends from each other."""
@@ -179,9 +197,12 @@ def logits(
     status 9 means surely less than 99.5 % of same top tokens, or a mean KLD surely above 1e-3.
     """
     if between is not None:
-        if token_ids is not None or tokens_file is not None or require_exact:
+        unused = [name for name in _WITHOUT_BETWEEN if _is_given(name)]
+        if unused:
+            named = ", ".join("--" + name.replace("_", "-") for name in unused)
             raise UsageError(
-                "--between takes its tokens from the held-out text, and has a tolerance of its own"
+                f"{named}: of no use with --between, which takes its tokens from the held-out text, its "
+                "processes from the two sides, and has a tolerance of its own"
             )
         asked = Asked(
             model=model,
@@ -198,7 +219,7 @@ def logits(
         )
         compare_logits_of_sides(session, asked, as_json)
         return
-    if (text, window, singly, scored, flash_attention) != (None, None, None, "all", "on"):
+    if any(_is_given(name) for name in _WITH_BETWEEN):
         raise UsageError("--text, --window, --singly, --scored and --flash-attention go with --between")
     session.configure()
     if sum(option is not None for option in (token_ids, tokens_file, positions)) > 1:
@@ -373,6 +394,12 @@ def _print_layer(document: dict[str, Any]) -> None:
         f"largest difference of a logit {document['max_abs_delta']:g} over {document['positions']} "
         f"positions; {document['rows_retried']} rows retried"
     )
+
+
+def _is_given(name: str) -> bool:
+    """Whether the user has given this parameter of the command that runs, be it its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source not in (None, click.core.ParameterSource.DEFAULT)
 
 
 def _document(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
+from kvasir_node.cli.measure import _WITH_BETWEEN, _WITHOUT_BETWEEN, logits
 from tests.node.cli.invocation import call
 
 SMALL = ("--positions", "96", "--window", "48")
@@ -60,6 +62,34 @@ def test_tables_are_printed_for_every_level(tmp_path: Path) -> None:
         assert said in outcome.out
     outcome = call("measure", "generation", *sides, "--prompts", "1", "--tokens", "4", home=tmp_path)
     assert "1 of 1 texts are identical" in outcome.out
+
+
+OF_BOTH = {"between", "model", "positions", "threads", "ubatch", "kv_type", "as_json"}
+VALUES = {
+    "token_ids": "1,2",
+    "tokens_file": "tokens",
+    "chunks": "1x4",
+    "text": "text",
+    "scored": "all",
+    "flash_attention": "on",
+    "device": "none",
+    "reference_device": "none",
+}
+"""What is given where a number will not do: defaults too, for whoever gives one wants it."""
+
+
+@pytest.mark.parametrize("parameter", [each for each in logits.params if each.name not in OF_BOTH], ids=str)
+def test_logits_refuses_what_it_does_not_use(tmp_path: Path, parameter: click.Parameter) -> None:
+    """What is not for a process beside a swarm and for two sides alike is for one of them, not ignored."""
+    name = str(parameter.name)
+    assert (name in _WITH_BETWEEN) != (name in _WITHOUT_BETWEEN)
+    option = "--" + name.replace("_", "-")
+    given = (option,) if parameter.is_flag else (option, VALUES.get(name, "2"))  # type: ignore[attr-defined]
+    sides = ("--between", "llama.cpp", "ggml-cpu") if name in _WITHOUT_BETWEEN else ()
+    outcome = call("measure", "logits", *sides, *given, home=tmp_path)
+    assert outcome.status == 2, outcome.err
+    assert option in outcome.err.splitlines()[-1]
+    assert "--between" in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
