@@ -272,22 +272,22 @@ async def test_what_breaks_after_its_head_has_no_end(autojump_clock: trio.testin
         assert not got.endswith(b"0\r\n\r\n")
 
 
-@pytest.mark.parametrize(
-    "said, status",
-    [
-        (b"\r\nnonsense\r\n\r\n", 400),
-        (b"GET /a HTTP/1.1\r\n\r\n", 400),  # no Host
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nX: " + b"x" * LIMITS.head_bytes_max + b"\r\n\r\n", 431),
-        (b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999999999999999999\r\n\r\n", 400),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
-    ],
-)
+NONSENSE = [
+    (b"\r\nnonsense\r\n\r\n", 400),
+    (b"GET /a HTTP/1.1\r\n\r\n", 400),  # no Host
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nX: " + b"x" * LIMITS.head_bytes_max + b"\r\n\r\n", 431),
+    (b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999999999999999999\r\n\r\n", 400),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+]
+
+
+@pytest.mark.parametrize("said, status", NONSENSE)
 async def test_nonsense_is_told_so(autojump_clock: trio.testing.MockClock, said: bytes, status: int) -> None:
     async with connected(HttpServer(Echo())) as client:
         await client.stream.send_all(said)
@@ -295,7 +295,39 @@ async def test_nonsense_is_told_so(autojump_clock: trio.testing.MockClock, said:
         assert got.startswith(b"HTTP/1.1 %d " % status), got
 
 
-WORDS = [b"GET ", b"POST ", b"/a", b"/pour", b" HTTP/1.1", b"\r\n", b"Host: a", b"\r\n\r\n", b"0", b"5"]
+@pytest.mark.parametrize(
+    "said, status",
+    [
+        *[(said, status) for said, status in NONSENSE if said.startswith((b"GET", b"POST"))],
+        (b"GET /forbidden HTTP/1.1\r\nHost: a\r\n\r\n", 403),
+        (b"GET /crash HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 500),
+        (b"GET /a HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n", 408),
+        (b"GET /a HTTP/0.1\r\nHost: a\r\n\r\n", 505),
+    ],
+)
+async def test_a_head_is_refused_as_anything_else(
+    autojump_clock: trio.testing.MockClock, said: bytes, status: int
+) -> None:
+    async with connected(HttpServer(Echo())) as client:
+        await client.stream.send_all(b"HEAD" + said[said.index(b" ") :])
+        got = await everything(client.stream)
+        assert got.startswith(b"HTTP/1.1 %d " % status), got
+
+
+WORDS = [
+    b"GET ",
+    b"POST ",
+    b"HEAD ",
+    b"/a",
+    b"/pour",
+    b" HTTP/1.1",
+    b" HTTP/0.1",
+    b"\r\n",
+    b"Host: a",
+    b"\r\n\r\n",
+    b"0",
+    b"5",
+]
 MORE = [b"Content-Length: 3", b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"abc", b"\0", b"\xff"]
 
 
