@@ -20,7 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The same examples on every machine: what fails in CI fails at home. KVASIR_TEST_FRESH=1 looks for new ones.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=1000)
-hypothesis.settings.load_profile("fresh" if os.environ.pop("KVASIR_TEST_FRESH", "") else "fixed")
+hypothesis.settings.load_profile("fresh" if os.environ.get("KVASIR_TEST_FRESH") else "fixed")
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,11 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             is_interrupt = number is signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Processes that xdist starts have read it by now, and those that tests start are not to have it."""
+    os.environ.pop("KVASIR_TEST_FRESH", None)
 
 
 def pytest_unconfigure() -> None:
