@@ -47,7 +47,7 @@ from kvasir_proto.messages.engine import (
     TrunkLoaded,
 )
 from kvasir_proto.placement.plan import Plan, make_plan
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import Sampling, SamplingOptions
 from kvasir_proto.term_proof import (
     FOUNDING_EPOCH,
     FOUNDING_TERM,
@@ -217,7 +217,7 @@ async def continue_tokens(
             prompt=None,
             token_ids=token_ids,
             n_tokens=n_tokens,
-            sampling=sampling,
+            sampling=SamplingOptions(sampling),
             deadline_ms=int(EVALUATE_TIMEOUT_S * 1000),
         )
     )

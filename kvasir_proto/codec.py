@@ -178,6 +178,29 @@ class _Series:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """A tuple with a kind for each of its items: a list on the wire."""
+
+    inners: tuple[_Checker, ...]
+
+    def pack(self, value: Any) -> Any:
+        if type(value) is not tuple:
+            _wrong_type(value, "tuple")
+        self._check_length(value)
+        return [inner.pack(item) for inner, item in zip(self.inners, value, strict=True)]
+
+    def unpack(self, value: Any) -> Any:
+        if type(value) is not list:
+            _wrong_type(value, "a list")
+        self._check_length(value)
+        return tuple([inner.unpack(item) for inner, item in zip(self.inners, value, strict=True)])
+
+    def _check_length(self, value: Any) -> None:
+        if len(value) != len(self.inners):
+            _wrong_length(value, len(self.inners), len(self.inners))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Record:
     """A frozen dataclass: a map on the wire, by the names of its fields."""
 
@@ -256,6 +279,8 @@ def _compile(annotation: Any) -> _Checker:
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         length = _the_one(Length, constraints)
         return _Series(_compile(arguments[0]), length.low, length.high)
+    if origin is tuple and arguments and Ellipsis not in arguments and not constraints:
+        return _Row(tuple(_compile(each) for each in arguments))
     if origin in (Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
         return _Maybe(_compile(arguments[0]))
     raise TypeError(f"a message cannot hold {annotation}")
@@ -297,6 +322,10 @@ def _measure(checker: _Checker, lists: list[int], maps: list[int]) -> None:
         _measure(checker.inner, lists, maps)
     elif isinstance(checker, _Maybe):
         _measure(checker.inner, lists, maps)
+    elif isinstance(checker, _Row):
+        lists.append(len(checker.inners))
+        for inner in checker.inners:
+            _measure(inner, lists, maps)
     elif isinstance(checker, _Record):
         maps.append(len(checker.fields))
         for _, inner in checker.fields:

@@ -152,6 +152,15 @@ Penalty: TypeAlias = Annotated[float, Range(-2.0, 2.0)]
 """Taken from the logit of a token that there was before; OpenAI's bounds."""
 LogitBias: TypeAlias = Annotated[float, Range(-100.0, 100.0)]
 LOGIT_BIASES_MAX: Final = 1024
+LOG_PROBABILITY_MIN: Final = -9999.0
+LogProbability: TypeAlias = Annotated[float, Range(LOG_PROBABILITY_MIN, 0.0)]
+"""A natural logarithm; of what cannot be, the lowest."""
+TOP_TOKENS_MAX: Final = 64
+TopTokenCount: TypeAlias = Annotated[int, Range(0, TOP_TOKENS_MAX)]
+END_TOKENS_MAX: Final = 64
+SESSIONS_TOGETHER_MAX: Final = 64
+SessionCount: TypeAlias = Annotated[int, Range(1, SESSIONS_TOGETHER_MAX)]
+"""Sessions that decode together in one context."""
 
 # --- bytes --------------------------------------------------------------------------------------------------
 Digest: TypeAlias = Annotated[bytes, Length(32, 32)]
@@ -179,6 +188,9 @@ ShardBytes: TypeAlias = Annotated[bytes, Length(1, SHARD_SIZE_MAX)]
 # --- sequences ----------------------------------------------------------------------------------------------
 Tokens: TypeAlias = Annotated[tuple[Token, ...], Length(0, CONTEXT_LENGTH_MAX)]
 LogitBiases: TypeAlias = Annotated[tuple[tuple[Token, LogitBias], ...], Length(0, LOGIT_BIASES_MAX)]
+EndTokens: TypeAlias = Annotated[tuple[Token, ...], Length(0, END_TOKENS_MAX)]
+TopTokens: TypeAlias = Annotated[tuple[tuple[Token, LogProbability], ...], Length(0, TOP_TOKENS_MAX)]
+"""Likely tokens and their log-probabilities, the likeliest first."""
 Versions: TypeAlias = Annotated[tuple[Version, ...], Length(1, VERSIONS_MAX)]
 Addresses: TypeAlias = Annotated[tuple[Address, ...], Length(0, ADDRESSES_MAX)]
 ChunkSizes: TypeAlias = Annotated[tuple[PositionCount, ...], Length(1, CONTEXT_LENGTH_MAX)]

@@ -1,8 +1,9 @@
 """The backbone engine: the trunk, its hook and dispatcher, and the sessions that run on them.
 
-Control's messages arrive in the engine's main thread; one decode thread owns the trunk and takes jobs from a
-bounded queue, so llama.cpp is only ever driven from there. Connections to holders are made, and experts of
-this node's own loaded, in short-lived threads, and handed to the dispatcher when they are ready to be asked.
+Control's messages arrive in the engine's main thread. Sessions' prompts become tokens in one thread and are
+decoded in that of their context; one more takes jobs from a bounded queue (loading, evaluations) and uses the
+trunk when no ubatch is under way. Connections to holders are made, and experts of this node's own loaded, in
+short-lived threads, and handed to the dispatcher when they are ready to be asked.
 """
 
 from __future__ import annotations
@@ -21,20 +22,16 @@ from typing import TYPE_CHECKING, Final
 from kvasir_node.backbone.dispatcher import Dispatcher, LocalHolder
 from kvasir_node.backbone.holder import RemoteHolder, open_remote_holder
 from kvasir_node.backbone.hook import DecodeAborted, ExpertHook, LayerCall, fill_with_zeros
+from kvasir_node.backbone.patient_decode import decode_patiently
 from kvasir_node.backbone.rpc_experts import RpcExperts
-from kvasir_node.backbone.session import (
-    EmittedToken,
-    SessionOutcome,
-    check_deadline,
-    decode_patiently,
-    run_session,
-)
+from kvasir_node.backbone.session_reports import Counters, SessionReports
+from kvasir_node.backbone.sessions import ExclusiveUse, SessionContext, Sessions, WantedSession
 from kvasir_node.backbone.token_speed import measure_token_ns
 from kvasir_node.backbone.traces import TraceRecorder, write_traces
 from kvasir_node.backbone.trunk import ExpertSource, Trunk, TrunkSettings
 from kvasir_node.engine.certificate import key_and_binding
 from kvasir_node.engine.channel import ControlChannel, fault_of
-from kvasir_node.engine.lease import LeaseWatch
+from kvasir_node.engine.lease import LeaseWatch, boottime_ns
 from kvasir_node.engine.tls import EngineCredentials, connect_pinned
 from kvasir_node.kernels.ggml_cpu import GgmlCpuKernel
 from kvasir_node.logits_file import create_logits
@@ -55,6 +52,7 @@ from kvasir_proto.errors import (
     UsageError,
 )
 from kvasir_proto.ids import NodeId, SessionId
+from kvasir_proto.instants import Duration, Instant
 from kvasir_proto.limits import as_sentence
 from kvasir_proto.manifest import ModelManifest, ShardSet
 from kvasir_proto.messages.engine import (
@@ -78,13 +76,14 @@ from kvasir_proto.messages.engine import (
     RemoveHolder,
     SessionEnded,
     SetLease,
-    TokenEmitted,
     Tokenize,
     Tokenized,
     TrunkLoaded,
 )
 from kvasir_proto.placement.ranks import bulk_layers, output_layers
 from kvasir_proto.program import ExpertProgram
+from kvasir_proto.sessions.options import SessionOptions
+from kvasir_proto.sessions.requests import Open
 
 if TYPE_CHECKING:
     from kvasir_node.backbone.row_audit import RowAudit
@@ -92,7 +91,10 @@ if TYPE_CHECKING:
 log = get_logger()
 
 JOBS_WAITING_MAX: Final = 8
-"""Sessions and evaluations that may wait for the decode thread; one more is refused."""
+"""Evaluations and the like that may wait for their thread; one more is refused."""
+
+PROMPTS_WAITING_MAX: Final = 72
+"""Sessions whose prompts wait to be made into tokens; one more is refused."""
 
 TRACED_POSITIONS_MAX: Final = 4096
 """What is seen inside stays in memory until all of it is: a megabyte for each position of a large model."""
@@ -100,7 +102,7 @@ TRACED_POSITIONS_MAX: Final = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """Work for the decode thread; ``request`` is what its answer names, None for a session."""
+    """Work for the jobs' thread; ``request`` is what its answer names, None where there is none."""
 
     run: Callable[[], None]
     request: int | None = None
@@ -142,9 +144,18 @@ class BackboneEngine:
         """The newest request to hold experts; None when none are to be held."""
         self._own_lock = threading.Lock()
         self._jobs: queue.Queue[_Job | None] = queue.Queue(JOBS_WAITING_MAX)
-        self._cancellations: dict[SessionId, threading.Event] = {}
-        self._decode_thread = threading.Thread(target=self._run_jobs, name="decode", daemon=True)
-        self._decode_thread.start()
+        self._sessions: Sessions | None = None
+        self._reports: SessionReports | None = None
+        self._exclusive = ExclusiveUse()
+        """Of the trunk and the dispatcher."""
+        self._opening: set[SessionId] = set()
+        """Sessions whose prompts wait to be made into tokens."""
+        self._opening_lock = threading.Lock()
+        self._prompts: queue.Queue[tuple[Generate, Instant] | None] = queue.Queue(PROMPTS_WAITING_MAX)
+        self._jobs_thread = threading.Thread(target=self._run_jobs, name="jobs", daemon=True)
+        self._prompts_thread = threading.Thread(target=self._open_sessions, name="prompts", daemon=True)
+        self._jobs_thread.start()
+        self._prompts_thread.start()
 
     def handle(self, message: EngineMessage) -> None:
         """Act on one message from control; failures go back as `EngineFault` or `SessionEnded`."""
@@ -176,9 +187,7 @@ class BackboneEngine:
             case Generate():
                 self._start_session(message)
             case CancelSession():
-                cancelled = self._cancellations.get(message.session)
-                if cancelled is not None:
-                    cancelled.set()
+                self._cancel_session(message.session)
             case Tokenize():
                 self._submit(lambda: self._tokenize(message), message.request)
             case EvaluateLogits():
@@ -189,21 +198,27 @@ class BackboneEngine:
                 raise LocalProtocolError(f"a backbone engine has no use for {type(message).__name__}")
 
     def close(self) -> None:
-        """Abort what runs, end the decode thread, close connections. Waits for it at most 5 s."""
+        """Abort what runs, end the threads, close connections. Waits a bounded time."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()  # what has not begun is not begun any more
-        for cancelled in list(self._cancellations.values()):
-            cancelled.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._prompts.get_nowait()
         if self._dispatcher is not None:
             self._dispatcher.abort()
+        if self._sessions is not None:
+            self._sessions.close()
+        with contextlib.suppress(queue.Full):
+            self._prompts.put_nowait(None)
+        self._prompts_thread.join(5.0)
         with contextlib.suppress(queue.Full):
             self._jobs.put_nowait(None)
-        self._decode_thread.join(5.0)
+        self._jobs_thread.join(5.0)
         if self._audit is not None:
             self._audit.close()
 
-    # -- the decode thread -------------------------------------------------------------------------
+    # -- the jobs' thread -------------------------------------------------------------------------
 
     def _submit(self, job: Callable[[], None], request: int) -> None:
         try:
@@ -222,7 +237,10 @@ class BackboneEngine:
                 detail = as_sentence(f"{type(error).__name__}: {error}")
                 self._channel.send(EngineFault(job.request, "internal", detail, KvasirError.exit_code))
             if self._dispatcher is not None:
-                self._dispatcher.settle()  # only now: the client already knows how its session ended
+                with self._exclusive:
+                    self._dispatcher.settle()  # only now: whoever asked has its answer already
+        if self._sessions is not None and not self._sessions.close():
+            return  # llama.cpp still uses all of it; the process ends soon
         if self._trunk is not None:
             self._trunk.close()
         if self._hook is not None:
@@ -244,6 +262,7 @@ class BackboneEngine:
                 n_threads=message.threads,
                 kv_type=message.kv_type,
                 device=message.device,
+                n_sequences=min(message.sessions, message.n_ubatch),
             )
             experts: ExpertSource | None = None
             if message.rpc is not None:
@@ -287,6 +306,19 @@ class BackboneEngine:
         if dispatcher is not None:
             dispatcher.set_authority(*self._lease.newest)  # a lease may have come before the trunk
             decode_token_ns = self._measure_token(trunk)
+        options = SessionOptions(
+            n_cells=trunk.n_ctx,
+            n_ubatch=message.n_ubatch,
+            sessions_per_context=trunk.settings.n_sequences,
+            coverage_patience=Duration(message.coverage_patience_ns),
+        )
+        self._reports = SessionReports(self._channel.send, trunk, self._count)
+        self._sessions = Sessions(
+            [SessionContext(trunk, dispatcher, self._exclusive)],
+            options,
+            self._reports,
+            check_authority=self._lease.check,
+        )
         self._channel.send(
             TrunkLoaded(
                 message.request,
@@ -385,70 +417,60 @@ class BackboneEngine:
             raise RemoteProtocolError(verdict.reason, verdict.word)
 
     def _start_session(self, message: Generate) -> None:
-        cancelled = threading.Event()
-        self._cancellations[message.session] = cancelled
-        deadline_ns = time.monotonic_ns() + message.deadline_ms * 1_000_000
+        deadline = Instant(boottime_ns() + message.deadline_ms * 1_000_000)
+        with self._opening_lock:
+            self._opening.add(message.session)
         try:
-            self._jobs.put_nowait(_Job(lambda: self._run_session(message, cancelled, deadline_ns)))
+            self._prompts.put_nowait((message, deadline))
         except queue.Full:
-            del self._cancellations[message.session]
-            self._end_session(
-                message, SessionOutcome(reason="failed"), "busy", "too many sessions wait", 0, 0
-            )
+            with self._opening_lock:
+                self._opening.discard(message.session)
+            self._refuse_session(message.session, "busy", "too many sessions wait")
 
-    def _run_session(self, message: Generate, cancelled: threading.Event, deadline_ns: int) -> None:
-        outcome = SessionOutcome()
-        code = detail = ""
-        calls_before, retried_before = self._hook_calls(), self._rows_retried()
+    def _open_sessions(self) -> None:
+        while (each := self._prompts.get()) is not None:
+            self._open_session(*each)
+
+    def _open_session(self, message: Generate, deadline: Instant) -> None:
+        """Hand a session over; what becomes of it `SessionReports` tells."""
         try:
             trunk = self._ready_trunk()
-            prompt = message.token_ids if message.prompt is None else trunk.tokenize(message.prompt)
-            with self._interruptible(cancelled, deadline_ns):
-                run_session(
-                    trunk,
-                    prompt,
-                    message.n_tokens,
-                    message.sampling,
-                    outcome=outcome,
-                    check_authority=self._lease.check,
-                    await_holders=self._await_holders,
-                    emit=lambda token: self._emit(message.session, token),
-                    cancelled=cancelled,
-                    deadline_ns=deadline_ns,
-                )
-        except KvasirError as error:
-            outcome.reason = "failed"
-            code, detail = error.code, str(error)
-        except DecodeAborted:
-            outcome.reason = "cancelled"
+            prompt = message.token_ids if message.prompt is None else tuple(trunk.tokenize(message.prompt))
+            with self._opening_lock:
+                if message.session not in self._opening:
+                    return  # it was cancelled
+                self._opening.remove(message.session)
+                self._hand_over(message, prompt, deadline)
+        except (KvasirError, ProtocolError) as error:
+            code = error.code if isinstance(error, KvasirError) else "internal"
+            self._refuse_session(message.session, code, str(error))
         except Exception as error:
             log.exception("session_crashed")
-            outcome.reason = "failed"
-            code, detail = "internal", f"{type(error).__name__}: {error}"
-        finally:
-            self._cancellations.pop(message.session, None)
-        self._end_session(
-            message,
-            outcome,
-            code,
-            detail,
-            self._hook_calls() - calls_before,
-            self._rows_retried() - retried_before,
-        )
+            self._refuse_session(message.session, "internal", f"{type(error).__name__}: {error}")
 
-    def _interruptible(
-        self, cancelled: threading.Event, deadline_ns: int
-    ) -> contextlib.AbstractContextManager[None]:
-        """While inside, a layer call that waits for a worker ends with its session."""
-        if self._dispatcher is None:
-            return contextlib.nullcontext()
+    def _hand_over(self, message: Generate, prompt: tuple[int, ...], deadline: Instant) -> None:
+        assert self._sessions is not None
+        assert self._reports is not None
+        ends = frozenset(message.end_tokens)
+        opened = Open(message.session, message.client, prompt, message.n_tokens, ends, deadline)
+        self._reports.begin(message.session, len(prompt))
+        try:
+            self._sessions.open(WantedSession(opened, message.sampling, message.n_top))
+        except BaseException:
+            self._reports.forget(message.session)
+            raise
 
-        def check() -> None:
-            if cancelled.is_set():
-                raise DecodeAborted
-            check_deadline(deadline_ns)
+    def _cancel_session(self, session: SessionId) -> None:
+        with self._opening_lock:
+            is_opening = session in self._opening
+            self._opening.discard(session)
+        if is_opening:
+            self._channel.send(SessionEnded(session, "cancelled", "", "", 0, 0, 0, 0, 0, 0))
+        elif self._sessions is not None:
+            self._sessions.cancel(session)
 
-        return self._dispatcher.watched_by(check)
+    def _refuse_session(self, session: SessionId, code: str, detail: str) -> None:
+        self._channel.send(SessionEnded(session, "failed", code, as_sentence(detail), 0, 0, 0, 0, 0, 0))
 
     def _await_holders(self) -> bool:
         """Whether every expert has a holder before long, as the control process replaces a dead one."""
@@ -456,34 +478,6 @@ class BackboneEngine:
             return False
         self._lease.check()
         return True
-
-    def _emit(self, session: SessionId, token: EmittedToken) -> None:
-        epoch, term = self._lease.check()
-        self._channel.send(TokenEmitted(session, token.position, token.token, token.piece, epoch, term))
-
-    def _end_session(
-        self,
-        message: Generate,
-        outcome: SessionOutcome,
-        code: str,
-        detail: str,
-        hook_calls: int,
-        rows_retried: int,
-    ) -> None:
-        self._channel.send(
-            SessionEnded(
-                message.session,
-                outcome.reason,
-                code,
-                as_sentence(detail),
-                outcome.n_prompt,
-                outcome.n_generated,
-                outcome.prompt_ns,
-                outcome.decode_ns,
-                rows_retried,
-                hook_calls,
-            )
-        )
 
     def _tokenize(self, message: Tokenize) -> None:
         try:
@@ -494,7 +488,14 @@ class BackboneEngine:
         self._channel.send(Tokenized(message.request, token_ids))
 
     def _evaluate(self, message: EvaluateLogits) -> None:
-        """Decode the tokens chunk by chunk and write F32 logits [n_tokens, n_vocab] as a .npy file."""
+        """Decode the tokens chunk by chunk and write F32 logits [n_tokens, n_vocab] as a .npy file.
+
+        Sessions stand still meanwhile.
+        """
+        with self._exclusive:
+            self._evaluate_exclusively(message)
+
+    def _evaluate_exclusively(self, message: EvaluateLogits) -> None:
         recorder = None if message.traces_path is None else TraceRecorder()
         beside: Trunk | None = None
         try:
@@ -504,7 +505,8 @@ class BackboneEngine:
                 raise LocalProtocolError("chunk sizes do not add up to the tokens")
             if recorder is not None and n_tokens > TRACED_POSITIONS_MAX:
                 raise UsageError(f"at most {TRACED_POSITIONS_MAX} positions are looked into at once")
-            if recorder is not None or message.n_ubatch is not None:
+            assert self._sessions is not None
+            if recorder is not None or message.n_ubatch is not None or self._sessions.n_sessions:
                 # The context of sessions stays as it is, and nobody's looking on slows it down.
                 n_ctx, n_ubatch = -(-n_tokens // 256) * 256, message.n_ubatch or trunk.settings.n_ubatch
                 watch = None if recorder is None else recorder.watch
@@ -537,6 +539,8 @@ class BackboneEngine:
             self._recorder = None
             if beside is not None:
                 beside.close()
+            elif self._trunk is not None:
+                self._trunk.clear()  # no session knows of what was evaluated
         self._channel.send(
             LogitsEvaluated(
                 message.request,
@@ -571,6 +575,7 @@ class BackboneEngine:
             except BaseException:
                 holder.close()
                 raise
+            self._note_holders()
         except (OSError, ProtocolError, KvasirError) as error:
             code = error.code if isinstance(error, RemoteProtocolError) else "unreachable"
             self._channel.send(HolderLost(message.node_id, code, as_sentence(in_words(error))))
@@ -606,6 +611,7 @@ class BackboneEngine:
                     raise LocalProtocolError("these experts are not to be held any more")
                 dispatcher.add_holder(own.holder, shard, primary)
                 self._own, kernel = own, None
+            self._note_holders()
         except (KvasirError, ProtocolError, OSError, MemoryError) as error:
             if kernel is not None:
                 kernel.close()
@@ -614,8 +620,13 @@ class BackboneEngine:
         self._settle_soon()
         self._channel.send(OwnShardLoaded(message.request, own.memory_bytes, shard.digest()))
 
+    def _note_holders(self) -> None:
+        """Sessions that wait for a holder may have one now."""
+        if self._sessions is not None:
+            self._sessions.note_holders()
+
     def _settle_soon(self) -> None:
-        """Have the decode thread close what it needs no more; where it has work, it does so after it."""
+        """Have what is needed no more closed; where jobs wait, that is done after them."""
         if self._jobs.empty():
             with contextlib.suppress(queue.Full):
                 self._jobs.put_nowait(_Job(lambda: None))
@@ -626,6 +637,9 @@ class BackboneEngine:
         if self._trunk is None:
             raise NotReady("no trunk is loaded")
         return self._trunk
+
+    def _count(self) -> Counters:
+        return Counters(self._hook_calls(), self._rows_retried())
 
     def _hook_calls(self) -> int:
         return self._hook.calls - self._n_calls_measuring if self._hook is not None else 0
@@ -641,6 +655,7 @@ class BackboneEngine:
             "hook_calls": self._hook_calls(),
             "experts_missing_total": self._hook.rows_unfilled_total if self._hook is not None else 0,
             "jobs_waiting": self._jobs.qsize(),
+            "sessions": self._sessions.n_sessions if self._sessions is not None else 0,
             "trunk_device": self._trunk.device_name if self._trunk is not None else "",
             "own_experts": len(own.shard) if (own := self._own) is not None else 0,
         }

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.limits import LOG_PROBABILITY_MIN
 from kvasir_proto.sampling import Sampling, SamplingOptions
 
 
@@ -45,7 +46,8 @@ def log_probabilities(
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
     """The natural log-probability of ``token``, and the ``n_top`` likeliest tokens with theirs.
 
-    Of logits of shape [n_vocab]; the likeliest first, of equals the lowest id. Added up in float64.
+    Of logits of shape [n_vocab]; the likeliest first, of equals the lowest id. Added up in float64. What is
+    ruled out has the lowest that can be told.
     """
     values = logits.astype(np.float64)
     highest = values.max()
@@ -57,7 +59,11 @@ def log_probabilities(
         least = np.partition(values, len(values) - n_top)[len(values) - n_top]
         candidates = np.flatnonzero(values >= least)
         top = candidates[np.argsort(-values[candidates], kind="stable")][:n_top].tolist()
-    return float(values[token] - norm), tuple((each, float(values[each] - norm)) for each in top)
+
+    def told(each: int) -> float:
+        return float(np.clip(values[each] - norm, LOG_PROBABILITY_MIN, 0.0))
+
+    return told(token), tuple((each, told(each)) for each in top)
 
 
 class Sampler:

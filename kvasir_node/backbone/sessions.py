@@ -89,13 +89,31 @@ class LayerDispatch(Protocol):
         """Experts without a holder."""
 
 
+class ExclusiveUse:
+    """A lock that goes from one thread to the other: who gives it back and wants it again comes second.
+
+    With a plain lock a context that decodes on and on would let nobody else in.
+    """
+
+    def __init__(self) -> None:
+        self._turnstile = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turnstile:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """A context to decode in. ``exclusive`` is held while it, or its dispatcher, is used."""
+    """A context to decode in. Who uses it, or its dispatcher, is inside of ``exclusive``."""
 
     trunk: SequenceTrunk
     dispatch: LayerDispatch | None = None
-    exclusive: threading.Lock = field(default_factory=threading.Lock)
+    exclusive: ExclusiveUse = field(default_factory=ExclusiveUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,18 +240,21 @@ class Sessions:
         with self._lock:
             return self._core.n_sessions
 
-    def close(self) -> None:
-        """End every session and thread; the contexts are nobody's then. Waits a bounded time."""
+    def close(self) -> bool:
+        """End every session and thread. Idempotent; waits a bounded time.
+
+        Whether all have ended: if not, one still uses its context.
+        """
         with self._lock:
-            if self._is_closed:
-                return
-            self._command(EndAll("stopped", "the backbone stops"))
-            self._is_closed = True
-            self._lock.notify_all()
-        for each in self._next:
-            each.put(None)
+            if not self._is_closed:
+                self._command(EndAll("stopped", "the backbone stops"))
+                self._is_closed = True
+                self._lock.notify_all()
+                for each in self._next:
+                    each.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
+        return not any(thread.is_alive() for thread in self._threads)
 
     # -- with the lock -----------------------------------------------------------------------------
 

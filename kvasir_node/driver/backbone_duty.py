@@ -82,6 +82,7 @@ from kvasir_proto.node_core import (
 )
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.records import RecordChanged
+from kvasir_proto.sampling import SamplingOptions
 from kvasir_proto.swarm_manifest import FoundedSwarm
 from kvasir_proto.verdicts_in_force import VerdictInForce
 
@@ -107,7 +108,12 @@ OWN_RETRY_S: Final = 30.0
 FAILURES_SHOWN_MAX: Final = 4
 """Holders whose trouble the state's reason names."""
 
-SESSIONS_WAITING_MAX: Final = 8
+SESSIONS_TOGETHER: Final = 8
+"""Sessions that decode together; they share the context's cells."""
+
+SESSIONS_MAX: Final = 72
+"""Sessions that run or wait; the engine refuses before, with the time to come again."""
+
 JUDGED_MAX: Final = 256
 """Verdicts of the engine's audit that are shown; the oldest go first."""
 SESSION_TIMEOUT_MS: Final = 3_600_000
@@ -362,8 +368,8 @@ class BackboneDuty:
         not the backbone or ceases to be it meanwhile.
         """
         engine = self._ready_engine()
-        if len(self._sessions) >= SESSIONS_WAITING_MAX:
-            raise NotReady(f"{SESSIONS_WAITING_MAX} sessions are waiting already")
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise NotReady(f"{SESSIONS_MAX} sessions are waiting already")
         session_id = SessionId(secrets.token_bytes(16))
         # Room for all of them: a client that reads slowly must not hold up what the engine says to others.
         tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](request.n_tokens)
@@ -376,7 +382,7 @@ class BackboneDuty:
                     request.prompt,
                     request.token_ids,
                     request.n_tokens,
-                    request.sampling,
+                    SamplingOptions(request.sampling),
                     SESSION_TIMEOUT_MS,
                 )
             )
@@ -632,6 +638,7 @@ class BackboneDuty:
                     device=self._settings.device,
                     rpc=None,
                     audit_path=await self._audit_path(),
+                    sessions=SESSIONS_TOGETHER,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._note_trunk(self._trunk)

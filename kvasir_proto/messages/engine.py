@@ -25,12 +25,14 @@ from kvasir_proto.limits import (
     Digest,
     Document,
     EndReason,
+    EndTokens,
     ExitCode,
     FilePath,
     Host,
     Kernel,
     LayerCount,
     Length,
+    LogProbability,
     Milliseconds,
     Nanoseconds,
     OneTimeToken,
@@ -47,16 +49,19 @@ from kvasir_proto.limits import (
     Seed,
     Sentence,
     Sequence63,
+    SessionCount,
     ShardBytes,
     SignedBytes,
     ThreadCount,
     Token,
     Tokens,
+    TopTokenCount,
+    TopTokens,
     Word,
 )
 from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.messages import Family
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import SamplingOptions
 
 ProgramDigests: TypeAlias = Annotated[tuple[Digest, ...], Length(0, PROGRAMS_MAX)]
 """Of expert programs, in order."""
@@ -371,6 +376,7 @@ class LoadTrunk:
     `device` is where everything but the routed experts is computed: `none`, `auto`, or a ggml device's name.
     With `audit_path`, the file of the whole model, holders' rows are audited.
     With `rpc`, which goes with a plain run only, llama.cpp computes the routed experts on its RPC server.
+    Up to `sessions` of them decode together and share the `n_ctx` cells of the KV cache.
     """
 
     kind: ClassVar[str] = "load_trunk"
@@ -388,6 +394,7 @@ class LoadTrunk:
     device: Word
     rpc: RpcServer | None
     audit_path: FilePath | None = None
+    sessions: SessionCount = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,15 +554,22 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Start a session. `prompt` is text, or None and `token_ids` is the prompt."""
+    """Start a session. `prompt` is text, or None and `token_ids` is the prompt.
+
+    It ends with the model's own end of a text, or with one of `end_tokens`. `client` is whose turn it takes.
+    With `n_top`, so many of the likeliest tokens' log-probabilities come with each token, and its own.
+    """
 
     kind: ClassVar[str] = "generate"
     session: SessionIdField
     prompt: Prompt | None
     token_ids: Tokens
     n_tokens: PositionCount
-    sampling: Sampling
+    sampling: SamplingOptions
     deadline_ms: Milliseconds
+    client: Word = "local"
+    end_tokens: EndTokens = ()
+    n_top: TopTokenCount | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,11 +583,18 @@ class TokenEmitted:
     piece: Piece
     epoch: Epoch
     term: Term
+    log_probability: LogProbability | None = None
+    top: TopTokens = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """A session is over. `code` is empty unless `reason` is `failed`. Counts are this session's own."""
+    """A session is over. `code` is empty unless `reason` is `failed`.
+
+    `prompt_ns` is the time until its first token, the wait for its turn included; `rows_retried` and
+    `hook_calls` are those of all sessions in its time. With `retry_after_ns` it was not even begun, and may
+    be later. The `end_token` that ended the text is no part of it.
+    """
 
     kind: ClassVar[str] = "session_ended"
     session: SessionIdField
@@ -586,6 +607,10 @@ class SessionEnded:
     decode_ns: Nanoseconds
     rows_retried: Count
     hook_calls: Count
+    retry_after_ns: Nanoseconds = 0
+    end_token: Token | None = None
+    end_log_probability: LogProbability | None = None
+    end_top: TopTokens = ()
 
     @property
     def tokens_per_second(self) -> float:

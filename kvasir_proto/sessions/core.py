@@ -154,7 +154,9 @@ class SessionCore:
         """End what has had its time."""
         for session in list(self._sessions.values()):
             if session.opened.deadline <= now:
-                self._end(session, "failed", "deadline_expired", "the session's deadline has passed", now)
+                self._end(
+                    session, "failed", "session_deadline_expired", "the session's deadline has passed", now
+                )
             elif session.aside_until is not None and session.aside_until <= now:
                 self._end(session, "failed", *session.fault, now)
             elif session in self._waiting and session.waits_until <= now:

@@ -11,11 +11,11 @@ from typing import Final
 
 from kvasir_proto.errors import LocalProtocolError
 from kvasir_proto.instants import Duration, seconds
-from kvasir_proto.limits import CONTEXT_LENGTH_MAX
+from kvasir_proto.limits import CONTEXT_LENGTH_MAX, SESSIONS_TOGETHER_MAX
 
 CONTEXTS_MAX: Final = 16
-SEQUENCES_MAX: Final = 64
-"""Sequences of one context; llama.cpp knows 256."""
+SEQUENCES_MAX: Final = SESSIONS_TOGETHER_MAX
+"""Sessions of one context, and kept prefixes; llama.cpp knows 256 sequences."""
 WAITING_MAX: Final = 1024
 
 

@@ -46,7 +46,7 @@ from kvasir_proto.messages.engine import (
     TokenEmitted,
     TrunkLoaded,
 )
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import Sampling, SamplingOptions
 from tests.loopback import misbehaving_engine
 from tests.loopback.engine_process import EngineProcess, Resources, wait_until
 from tests.loopback.misbehaving_engine import (
@@ -403,7 +403,7 @@ class FailureMatrix:
                 prompt=None,
                 token_ids=PROMPT,
                 n_tokens=N_TOKENS,
-                sampling=Sampling(temperature=0.0),
+                sampling=SamplingOptions(Sampling(temperature=0.0)),
                 deadline_ms=60_000,
             )
         )

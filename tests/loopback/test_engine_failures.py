@@ -46,7 +46,7 @@ from kvasir_proto.messages.engine import (
     SessionEnded,
     TokenEmitted,
 )
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import Sampling, SamplingOptions
 from tests.model_makers import ModelShape, make_qwen3moe
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
@@ -92,7 +92,7 @@ class Session:
                 prompt=None,
                 token_ids=PROMPT,
                 n_tokens=N_TOKENS,
-                sampling=Sampling(temperature=0.0),
+                sampling=SamplingOptions(Sampling(temperature=0.0)),
                 deadline_ms=deadline_ms,
             )
         )

@@ -36,7 +36,7 @@ from kvasir_proto.messages.engine import (
     SessionEnded,
     TokenEmitted,
 )
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import SamplingOptions
 from tests.model_makers import ModelShape, make_qwen3moe, quantise
 
 pytestmark = [pytest.mark.loopback, pytest.mark.slow]
@@ -94,7 +94,7 @@ class Case:
 async def tokens_of(engine: Engine, prompt: tuple[int, ...]) -> list[int]:
     """What a session on this engine samples after a prompt."""
     session = SessionId(bytes(16))
-    await engine.send(Generate(session, None, prompt, SESSION_TOKENS, Sampling(), 60_000))
+    await engine.send(Generate(session, None, prompt, SESSION_TOKENS, SamplingOptions(), 60_000))
     tokens = []
     async for event in engine.events:
         if isinstance(event, TokenEmitted):

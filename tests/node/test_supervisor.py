@@ -47,7 +47,7 @@ from kvasir_proto.messages.engine import (
     QueryStatistics,
     Tokenized,
 )
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import SamplingOptions
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 NODE_ID = node_id_of(KEY.public_key().public_bytes_raw())
@@ -300,7 +300,7 @@ async def test_a_message_is_never_broken_off_midway(tmp_path: Path, monkeypatch:
                 break
         """,
     )
-    large = Generate(bytes(16), "x" * 300_000, (), 1, Sampling(), 1)  # type: ignore[arg-type]
+    large = Generate(bytes(16), "x" * 300_000, (), 1, SamplingOptions(), 1)  # type: ignore[arg-type]
     async with engine_of(tmp_path) as engine:
         n_sent = 0
         for _ in range(supervisor.FRAMES_WAITING_MAX + 8):

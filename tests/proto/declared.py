@@ -125,6 +125,8 @@ def _values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(plain))
     if dataclasses.is_dataclass(plain):
         return values_of(plain)  # type: ignore[arg-type]  # a class: instances are no annotations
+    if get_origin(plain) is tuple and bound is None:
+        return st.tuples(*map(_values, get_args(plain)))
     if get_origin(plain) is tuple:
         return st.lists(
             _values(get_args(plain)[0]), min_size=bound.low, max_size=_drawn_length_max(bound)
@@ -169,6 +171,8 @@ def _example(annotation: Any, place: str) -> Any:
         return get_args(plain)[number % len(get_args(plain))]
     if dataclasses.is_dataclass(plain):
         return example_of(plain, place)  # type: ignore[arg-type]  # as above
+    if get_origin(plain) is tuple and bound is None:
+        return tuple(_example(each, f"{place}[{i}]") for i, each in enumerate(get_args(plain)))
     if get_origin(plain) is tuple:
         return tuple(_example(get_args(plain)[0], f"{place}[{i}]") for i in range(max(2, bound.low)))
     if plain is str:

@@ -317,9 +317,54 @@ def test_sequences_have_a_least_and_a_greatest_length(count: int) -> None:
             encode(_Bounded((1,) * count))
 
 
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    kind: ClassVar[str] = "paired"
+    pairs: Annotated[
+        tuple[tuple[Annotated[int, Range(0, 9)], Annotated[str, Length(1, 2)]], ...], Length(0, 3)
+    ]
+
+
+PAIRED = Family("paired", (_Paired,), 100)
+
+
+@pytest.mark.parametrize(
+    "pairs, is_fit",
+    [
+        ([], True),
+        ([[1, "a"], [9, "ab"]], True),
+        ([[1]], False),
+        ([[1, "a", "b"]], False),
+        ([["a", 1]], False),
+        ([[10, "a"]], False),
+        ([1], False),
+    ],
+)
+def test_rows_have_a_kind_and_a_bound_for_each_item(pairs: list[Any], is_fit: bool) -> None:
+    data = msgpack.packb({"v": 1, "kind": "paired", "pairs": pairs})
+    message = _Paired(tuple(tuple(each) if isinstance(each, list) else each for each in pairs))
+    if is_fit:
+        assert decode(data, PAIRED) == decode(encode(message), PAIRED) == message
+    else:
+        assert _refused(data, PAIRED).code in ("out_of_bounds", "wrong_type")
+        with pytest.raises(LocalProtocolError, match="pairs"):
+            encode(message)
+
+
 @pytest.mark.parametrize(
     "annotation",
-    [int, str, bytes, float, tuple[int, ...], Annotated[int, Length(0, 1)], list[int], dict[str, int], Any],
+    [
+        int,
+        str,
+        bytes,
+        float,
+        tuple[int, ...],
+        tuple[int, str],
+        Annotated[int, Length(0, 1)],
+        list[int],
+        dict[str, int],
+        Any,
+    ],
     ids=str,
 )
 def test_fields_without_a_bound_are_not_compiled(annotation: Any) -> None:

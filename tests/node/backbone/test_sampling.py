@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvasir_node.backbone.sampling import Sampler, draw_token, log_probabilities, uniform_draw
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.limits import LOG_PROBABILITY_MIN
 from kvasir_proto.sampling import Sampling, SamplingOptions
 
 PLAIN = Sampling(seed=7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -227,3 +228,10 @@ def test_log_probabilities_are_those_of_the_softmax(seed: int, n_top: int) -> No
     order = sorted(range(N_VOCAB), key=lambda each: (-exact[each], each))[:n_top]
     assert [token for token, _ in top] == order
     assert [value for _, value in top] == pytest.approx(exact[order].tolist())
+
+
+def test_what_is_ruled_out_has_a_log_probability_that_can_be_told() -> None:
+    logits = np.array([0.0, -np.inf, 1.0], np.float32)
+    own, top = log_probabilities(logits, 1, 3)
+    assert own == top[2][1] == LOG_PROBABILITY_MIN
+    assert log_probabilities(np.array([1.0], np.float32), 0, 1) == (0.0, ((0, 0.0),))

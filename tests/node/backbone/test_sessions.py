@@ -256,7 +256,7 @@ def test_a_deadline_ends_a_session_while_its_layer_call_hangs(toys: Callable[...
     toy.heard.wait(1)
     said = toy.heard.said[named(1)]
     assert isinstance(said, End)
-    assert said.code == "deadline_expired"
+    assert said.code == "session_deadline_expired"
 
 
 def test_a_lease_that_ends_ends_all_and_nothing_is_emitted_after(toys: Callable[..., ToySessions]) -> None:

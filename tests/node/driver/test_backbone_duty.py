@@ -17,7 +17,7 @@ from kvasir_node.driver.backbone_duty import (
     JUDGED_MAX,
     OWN_RETRY_S,
     RELEASE_TIMEOUT_S,
-    SESSIONS_WAITING_MAX,
+    SESSIONS_MAX,
 )
 from kvasir_node.driver.holder_connections import QUARANTINE_FIRST
 from kvasir_node.model.store import StoredModel
@@ -1435,8 +1435,8 @@ async def test_sessions_are_bounded(autojump_clock: MockClock, model: StoredMode
     async with open_world(model, tmp_path) as world:
         backbone, _ = await serving_backbone(world, 1)
         engine = pause_sessions(backbone)
-        outcomes = [await start_session(world, backbone) for _ in range(SESSIONS_WAITING_MAX)]
-        with pytest.raises(NotReady, match="8 sessions are waiting"):
+        outcomes = [await start_session(world, backbone) for _ in range(SESSIONS_MAX)]
+        with pytest.raises(NotReady, match="72 sessions are waiting"):
             await backbone.duty.generate(text(), ignore)
         await engine.end_session(engine.sessions[0], "end_of_text")
         await until(lambda: any(outcomes))

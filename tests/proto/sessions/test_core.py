@@ -188,9 +188,9 @@ def test_a_deadline_ends_a_session_whatever_it_does() -> None:
     backbone.step()
     assert backbone.core.next_deadline() == 50
     backbone.tick(50)
-    assert (waiting.end, waiting.code, running.end) == ("failed", "deadline_expired", "")
+    assert (waiting.end, waiting.code, running.end) == ("failed", "session_deadline_expired", "")
     backbone.tick(100)
-    assert (running.end, running.code, len(running.tokens)) == ("failed", "deadline_expired", 1)
+    assert (running.end, running.code, len(running.tokens)) == ("failed", "session_deadline_expired", 1)
     assert backbone.aborts == [0], "nobody wants that ubatch any more"
     backbone.run()
     assert backbone.core.n_sessions == backbone.core.cells(0).n_promised == 0

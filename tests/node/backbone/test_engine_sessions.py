@@ -1,0 +1,197 @@
+"""Sessions as control sees them: the demo model in one process, messages over a socket pair."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvasir_node.backbone.engine import BackboneEngine
+from kvasir_node.engine.channel import ControlChannel
+from kvasir_node.engine.lease import boottime_ns
+from kvasir_node.model.model_manifest import build_manifest
+from kvasir_node.model.store import DEMO_MODEL
+from kvasir_proto.ids import SessionId
+from kvasir_proto.messages.engine import (
+    CancelSession,
+    EvaluateLogits,
+    Generate,
+    LoadTrunk,
+    LogitsEvaluated,
+    SessionEnded,
+    SetLease,
+    TokenEmitted,
+    TrunkLoaded,
+)
+from kvasir_proto.sampling import Sampling, SamplingOptions
+
+GREEDY = SamplingOptions(Sampling(temperature=0.0))
+PROMPTS = ("Once upon a time", "The dog", "It was very cold and the snow fell on", "Tom said")
+N_TOKENS = 12
+
+
+def named(name: int) -> SessionId:
+    return SessionId(name.to_bytes(16, "big"))
+
+
+class Control:
+    """The other end of the engine's socket pair."""
+
+    def __init__(self, engine: BackboneEngine, channel: ControlChannel) -> None:
+        self.engine, self.channel = engine, channel
+        self.tokens: dict[SessionId, list[TokenEmitted]] = {}
+        self.ends: dict[SessionId, SessionEnded] = {}
+
+    def generate(self, name: int, prompt: str | None, n_tokens: int = N_TOKENS, **more: Any) -> None:
+        self.engine.handle(
+            Generate(named(name), prompt, more.pop("token_ids", ()), n_tokens, GREEDY, 600_000, **more)
+        )
+
+    def receive(self) -> Any:
+        message = self.channel.receive()
+        match message:
+            case TokenEmitted(session):
+                self.tokens.setdefault(session, []).append(message)
+            case SessionEnded(session):
+                assert session not in self.ends
+                self.ends[session] = message
+        return message
+
+    def wait(self, *names: int) -> None:
+        while not all(named(each) in self.ends for each in names):
+            assert self.receive() is not None
+
+    def ids(self, name: int) -> list[int]:
+        return [each.token for each in self.tokens.get(named(name), [])]
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    manifest = tmp_path_factory.mktemp("engine") / "manifest"
+    manifest.write_bytes(build_manifest(DEMO_MODEL).encode())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(120.0)
+        engine = BackboneEngine(ControlChannel(theirs), cast(Any, None))
+        control = Control(engine, ControlChannel(ours))
+        engine.handle(SetLease(1, 5, boottime_ns() + 10**15))
+        engine.handle(
+            LoadTrunk(
+                request=1,
+                backbone_path=str(DEMO_MODEL),
+                manifest_path=str(manifest),
+                n_ctx=512,
+                n_ubatch=64,
+                threads=1,
+                hooked=False,
+                kv_type="f16",
+                compact_activations=False,
+                partial_sums=False,
+                coverage_patience_ns=0,
+                device="none",
+                rpc=None,
+                sessions=4,
+            )
+        )
+        assert isinstance(control.receive(), TrunkLoaded)
+        yield control
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(control: Control) -> list[list[int]]:
+    """What each prompt gives when nothing else runs."""
+    for name, prompt in enumerate(PROMPTS):
+        control.generate(100 + name, prompt)
+        control.wait(100 + name)
+    return [control.ids(100 + name) for name in range(len(PROMPTS))]
+
+
+def test_a_session_alone_gives_the_same_whatever_ran_before(control: Control, alone: list[list[int]]) -> None:
+    for name, prompt in reversed(list(enumerate(PROMPTS))):
+        control.generate(200 + name, prompt)
+        control.wait(200 + name)
+        assert control.ids(200 + name) == alone[name]
+        ended = control.ends[named(200 + name)]
+        assert ended.n_generated == len(alone[name])
+        assert ended.n_prompt > 0
+        assert ended.prompt_ns > 0
+        assert ended.decode_ns > 0
+
+
+def test_sessions_together_are_all_answered(control: Control, alone: list[list[int]]) -> None:
+    for turn in range(3):  # more than decode together
+        for name, prompt in enumerate(PROMPTS):
+            control.generate(300 + 10 * turn + name, prompt)
+    control.wait(*(300 + 10 * turn + name for turn in range(3) for name in range(len(PROMPTS))))
+    for turn in range(3):
+        for name, tokens in enumerate(alone):
+            ids = control.ids(300 + 10 * turn + name)
+            assert len(ids) > 0
+            assert ids[0] == tokens[0]
+    positions = [each.position for each in control.tokens[named(300)]]
+    assert positions == list(range(positions[0], positions[0] + len(positions)))
+    assert {(each.epoch, each.term) for each in control.tokens[named(300)]} == {(1, 5)}
+
+
+def test_a_cancelled_session_ends_and_the_others_do_not(control: Control, alone: list[list[int]]) -> None:
+    control.generate(400, PROMPTS[0], 400)
+    control.generate(401, PROMPTS[1])
+    while not control.ids(400):
+        control.receive()
+    control.engine.handle(CancelSession(named(400)))
+    control.wait(400, 401)
+    assert control.ends[named(400)].reason == "cancelled"
+    assert control.ends[named(401)].reason in ("length", "end_of_text")
+    control.generate(402, PROMPTS[2])
+    control.engine.handle(CancelSession(named(402)))
+    control.wait(402)
+    assert control.ends[named(402)].reason in ("cancelled", "length")
+
+
+def test_what_cannot_be_is_the_clients_mistake(control: Control) -> None:
+    for name, token_ids in ((500, ()), (501, (1,) * 512), (502, (10**6,))):
+        control.generate(name, None, token_ids=token_ids)
+        control.wait(name)
+        ended = control.ends[named(name)]
+        assert (ended.reason, ended.code, ended.retry_after_ns) == ("failed", "usage_error", 0)
+
+
+def test_an_end_token_and_log_probabilities_come_as_they_were_wanted(
+    control: Control, alone: list[list[int]]
+) -> None:
+    end = alone[0][5]
+    first = alone[0].index(end)
+    control.generate(600, PROMPTS[0], end_tokens=(end,), n_top=3)
+    control.wait(600)
+    ended = control.ends[named(600)]
+    assert control.ids(600) == alone[0][:first]
+    assert (ended.reason, ended.end_token) == ("end_of_text", end)
+    assert ended.end_top[0] == (end, ended.end_log_probability)
+    for each in control.tokens[named(600)]:
+        assert each.log_probability is not None
+        assert each.top[0] == (each.token, each.log_probability), "greedy: the likeliest"
+        assert [value for _, value in each.top] == sorted((value for _, value in each.top), reverse=True)
+
+
+def test_an_evaluation_beside_a_session_changes_neither(
+    control: Control, alone: list[list[int]], tmp_path: Path
+) -> None:
+    def evaluate(request: int) -> bytes:
+        path = tmp_path / f"{request}.npy"
+        control.engine.handle(EvaluateLogits(request, (5, 6, 7, 8), (3, 1), str(path)))
+        while not isinstance(control.receive(), LogitsEvaluated):
+            pass
+        return path.read_bytes()
+
+    before = evaluate(7)
+    control.generate(700, PROMPTS[0])
+    while not control.ids(700):
+        control.receive()
+    assert evaluate(8) == before
+    control.wait(700)
+    assert control.ids(700) == alone[0]
+    assert evaluate(9) == before
