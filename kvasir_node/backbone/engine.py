@@ -75,6 +75,7 @@ from kvasir_proto.messages.engine import (
     QueryStatistics,
     RemoveHolder,
     SessionEnded,
+    SessionOpened,
     SetLease,
     Tokenize,
     Tokenized,
@@ -455,10 +456,12 @@ class BackboneEngine:
         opened = Open(message.session, message.client, prompt, message.n_tokens, ends, deadline)
         self._reports.begin(message.session, len(prompt))
         try:
-            self._sessions.open(WantedSession(opened, message.sampling, message.n_top))
+            has_place = self._sessions.open(WantedSession(opened, message.sampling, message.n_top))
         except BaseException:
             self._reports.forget(message.session)
             raise
+        if has_place:
+            self._channel.send(SessionOpened(message.session))
 
     def _cancel_session(self, session: SessionId) -> None:
         with self._opening_lock:

@@ -80,6 +80,7 @@ class SessionReports:
                     *token.authority,
                     log_probability=token.log_probability,
                     top=token.top,
+                    is_last=emitted.reason is not None,
                 )
             )
             report.n_generated += 1

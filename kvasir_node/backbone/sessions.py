@@ -202,8 +202,8 @@ class Sessions:
 
     # -- from any thread ---------------------------------------------------------------------------
 
-    def open(self, wanted: WantedSession) -> None:
-        """Take a session in; what becomes of it the listener hears.
+    def open(self, wanted: WantedSession) -> bool:
+        """Take a session in; what becomes of it the listener hears. Whether it was not refused at once.
 
         Raises `UsageError` for tokens that are not of the vocabulary, `LocalProtocolError` for a session
         that is there already, or when everything has ended.
@@ -217,6 +217,7 @@ class Sessions:
             if wanted.opened.session not in self._live:
                 self._live[wanted.opened.session] = _Live(wanted)
             self._command(wanted.opened)
+            return wanted.opened.session in self._live
 
     def cancel(self, session: SessionId) -> None:
         """Nobody wants this session any more: it ends now, and a layer call that waits for it alone soon."""

@@ -61,6 +61,7 @@ from kvasir_proto.messages.engine import (
     OwnShardLoaded,
     RemoveHolder,
     SessionEnded,
+    SessionOpened,
     SetLease,
     TokenEmitted,
     TrunkLoaded,
@@ -138,6 +139,7 @@ class BackboneSettings:
 @dataclass(slots=True)
 class _Session:
     tokens: trio.MemorySendChannel[TokenEmitted]
+    note_opened: Callable[[], None]
     outcome: SessionEnded | None = None
     end_of_reign: str = ""
     """Why the reign ended while it ran."""
@@ -362,30 +364,39 @@ class BackboneDuty:
     async def generate(
         self, request: GenerateRequest, emit: Callable[[TokenEmitted], Awaitable[None]]
     ) -> SessionEnded:
+        """Run one session for a local client; as `run_session`."""
+        wanted = Generate(
+            SessionId(secrets.token_bytes(16)),
+            request.prompt,
+            request.token_ids,
+            request.n_tokens,
+            SamplingOptions(request.sampling),
+            SESSION_TIMEOUT_MS,
+        )
+        return await self.run_session(wanted, emit, lambda: None)
+
+    async def run_session(
+        self,
+        wanted: Generate,
+        emit: Callable[[TokenEmitted], Awaitable[None]],
+        note_opened: Callable[[], None],
+    ) -> SessionEnded:
         """Run one session; ``emit`` gets each token. If cancelled, the session is cancelled too.
 
-        Raises `NotReady` when some expert has no holder, when too many sessions wait, and when this node is
-        not the backbone or ceases to be it meanwhile.
+        ``note_opened`` is called when it has its place, maybe in a queue. Raises `NotReady` when some expert
+        has no holder, when too many sessions wait, and when this node is not the backbone or ceases to be it
+        meanwhile.
         """
         engine = self._ready_engine()
         if len(self._sessions) >= SESSIONS_MAX:
             raise NotReady(f"{SESSIONS_MAX} sessions are waiting already")
-        session_id = SessionId(secrets.token_bytes(16))
+        session_id = wanted.session
         # Room for all of them: a client that reads slowly must not hold up what the engine says to others.
-        tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](request.n_tokens)
-        session = _Session(tokens_in)
+        tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](wanted.n_tokens)
+        session = _Session(tokens_in, note_opened)
         self._sessions[session_id] = session
         try:
-            await engine.send(
-                Generate(
-                    session_id,
-                    request.prompt,
-                    request.token_ids,
-                    request.n_tokens,
-                    SamplingOptions(request.sampling),
-                    SESSION_TIMEOUT_MS,
-                )
-            )
+            await engine.send(wanted)
             async for token in tokens_out:
                 await emit(token)
             if session.end_of_reign and session.outcome is None:
@@ -672,6 +683,10 @@ class BackboneDuty:
             match event:
                 case TokenEmitted():
                     self._pass_on(event)
+                case SessionOpened():
+                    session = self._sessions.get(event.session)
+                    if session is not None:
+                        session.note_opened()
                 case SessionEnded():
                     session = self._sessions.get(event.session)
                     if session is not None and not session.end_of_reign:

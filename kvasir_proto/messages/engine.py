@@ -573,8 +573,19 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A session has its place, maybe in a queue. It may come behind the session's first token."""
+
+    kind: ClassVar[str] = "session_opened"
+    session: SessionIdField
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEmitted:
-    """A token of a session, and the (epoch, term) under whose lease it was sampled."""
+    """A token of a session, and the (epoch, term) under whose lease it was sampled.
+
+    Where it `is_last` the session has had all that it may have; `SessionEnded` follows.
+    """
 
     kind: ClassVar[str] = "token_emitted"
     session: SessionIdField
@@ -585,6 +596,7 @@ class TokenEmitted:
     term: Term
     log_probability: LogProbability | None = None
     top: TopTokens = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,6 +710,7 @@ EngineMessage: TypeAlias = (
     | Tokenize
     | Tokenized
     | Generate
+    | SessionOpened
     | TokenEmitted
     | SessionEnded
     | CancelSession

@@ -22,6 +22,7 @@ from kvasir_proto.messages.engine import (
     LoadTrunk,
     LogitsEvaluated,
     SessionEnded,
+    SessionOpened,
     SetLease,
     TokenEmitted,
     TrunkLoaded,
@@ -44,6 +45,7 @@ class Control:
         self.engine, self.channel = engine, channel
         self.tokens: dict[SessionId, list[TokenEmitted]] = {}
         self.ends: dict[SessionId, SessionEnded] = {}
+        self.opened: list[SessionId] = []
 
     def generate(self, name: int, prompt: str | None, n_tokens: int = N_TOKENS, **more: Any) -> None:
         self.engine.handle(
@@ -55,6 +57,8 @@ class Control:
         match message:
             case TokenEmitted(session):
                 self.tokens.setdefault(session, []).append(message)
+            case SessionOpened(session):
+                self.opened.append(session)
             case SessionEnded(session):
                 assert session not in self.ends
                 self.ends[session] = message
@@ -132,6 +136,8 @@ def test_sessions_together_are_all_answered(control: Control, alone: list[list[i
             ids = control.ids(300 + 10 * turn + name)
             assert len(ids) > 0
             assert ids[0] == tokens[0]
+    assert {named(300 + 10 * turn + name) for turn in range(3) for name in range(4)} <= set(control.opened)
+    assert [each.is_last for each in control.tokens[named(300)]] == [False] * (N_TOKENS - 1) + [True]
     positions = [each.position for each in control.tokens[named(300)]]
     assert positions == list(range(positions[0], positions[0] + len(positions)))
     assert {(each.epoch, each.term) for each in control.tokens[named(300)]} == {(1, 5)}
@@ -158,6 +164,7 @@ def test_what_cannot_be_is_the_clients_mistake(control: Control) -> None:
         control.wait(name)
         ended = control.ends[named(name)]
         assert (ended.reason, ended.code, ended.retry_after_ns) == ("failed", "usage_error", 0)
+        assert named(name) not in control.opened
 
 
 def test_an_end_token_and_log_probabilities_come_as_they_were_wanted(

@@ -33,7 +33,7 @@ from kvasir_proto.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from kvasir_proto.ids import node_id_of
+from kvasir_proto.ids import SessionId, node_id_of
 from kvasir_proto.instants import after, in_seconds, milliseconds, seconds
 from kvasir_proto.manifest import ShardSet
 from kvasir_proto.messages.engine import (
@@ -51,6 +51,7 @@ from kvasir_proto.messages.engine import (
     QueryStatistics,
     RemoveHolder,
     SessionEnded,
+    SessionOpened,
     SetLease,
     Shutdown,
     TokenEmitted,
@@ -66,7 +67,7 @@ from kvasir_proto.node_core import (
     ShardLost,
     ShardRefused,
 )
-from kvasir_proto.sampling import Sampling
+from kvasir_proto.sampling import Sampling, SamplingOptions
 from tests.node.driver.backbone_world import (
     LEASE,
     RENEWAL_S,
@@ -1441,6 +1442,23 @@ async def test_sessions_are_bounded(autojump_clock: MockClock, model: StoredMode
         await engine.end_session(engine.sessions[0], "end_of_text")
         await until(lambda: any(outcomes))
         await start_session(world, backbone)
+
+
+async def test_whoever_opens_a_session_hears_when_it_has_its_place(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        has_place = trio.Event()
+        wanted = Generate(SessionId(bytes(16)), "text", (), 5, SamplingOptions(), 1000)
+        world.nursery.start_soon(backbone.duty.run_session, wanted, ignore, has_place.set)
+        await until(lambda: bool(engine.sessions))
+        await engine.say(SessionOpened(SessionId(bytes(range(16)))))  # one that nobody knows any more
+        assert not has_place.is_set()
+        await engine.say(SessionOpened(wanted.session))
+        await has_place.wait()
+        await engine.end_session(wanted.session, "end_of_text")
 
 
 async def test_the_death_of_the_engine_fails_its_sessions_and_everything_comes_back(
