@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from kvasir_node.durable_file import PARTIAL_PREFIX
+from kvasir_node.durable_file import PARTIAL_PREFIX, remove_leftovers
 from kvasir_node.model.backbone_file import (
     backbone_copy,
     backbone_tensors,
@@ -60,6 +60,9 @@ _ENTRY: Final = "entry.json"
 _MANIFEST: Final = "manifest.msgpack"
 _BACKBONE: Final = "backbone.gguf"
 _REFERENCE: Final = "reference.gguf"
+_MENDING: Final = ".mending"
+"""The file of each model that whoever makes its backbone or reference file again has locked; the store is
+not: a server may take its time."""
 _ENTRY_SIZE_BYTES_MAX: Final = 1 << 18
 """It has five numbers for each part of a model: of 1,024 parts about 130,000 bytes."""
 
@@ -152,7 +155,8 @@ class StoredModel:
         try:
             _VERIFIED.check(path, _sha256_of(self.manifest), verify)
         except ModelUnusable:
-            with _locked(self.manifest_path.parent.parent):
+            with _alone_with(self.manifest_path.with_name(_MENDING)):
+                remove_leftovers(self.manifest_path.parent)
                 try:
                     _VERIFIED.check(path, _sha256_of(self.manifest), verify)
                 except ModelUnusable as damage:
@@ -476,19 +480,27 @@ class ModelStore:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Nobody else adds to the store at `directory`, or mends a file of it, meanwhile; waits for who does."""
+    """Nobody else adds to the store at `directory` meanwhile; waits for who does. What others left behind
+    that were killed goes.
+    """
+    with _alone_with(directory / ".lock"):
+        for model in directory.glob("*/"):
+            remove_leftovers(model)
+        for staging in directory.glob(f"{PARTIAL_PREFIX}*"):
+            if not _is_used(staging):
+                shutil.rmtree(staging, ignore_errors=True)
+        yield
+
+
+@contextlib.contextmanager
+def _alone_with(path: Path) -> Iterator[None]:
+    """Nobody else has this file locked meanwhile; waits for who does."""
     try:
-        with open(directory / ".lock", "a", opener=_open_unless_pipe) as lock:
+        with open(path, "a", opener=_open_unless_pipe) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for partial in directory.glob(f"*/{PARTIAL_PREFIX}*"):  # whoever wrote it was killed
-                if not partial.parent.name.startswith(PARTIAL_PREFIX):
-                    partial.unlink(missing_ok=True)
-            for staging in directory.glob(f"{PARTIAL_PREFIX}*"):
-                if not _is_used(staging):
-                    shutil.rmtree(staging, ignore_errors=True)
             yield
     except OSError as error:
-        raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+        raise ModelUnusable(f"{path.parent} cannot be used: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -134,6 +134,41 @@ def test_no_more_experts_are_kept_than_are_allowed(store: ModelStore, source: Pa
     assert (pulled.experts.missing(pulled.manifest, pulled.manifest.whole_shard()) == []) == has_room
 
 
+def test_others_use_the_store_while_a_models_backbone_file_is_fetched_again(
+    store: ModelStore, source: Path, tmp_path: Path
+) -> None:
+    is_fetching, may_go_on = threading.Event(), threading.Event()
+
+    def hang(answering: Answering, begin: int, end: int) -> bool:
+        if begin:
+            is_fetching.set()
+            may_go_on.wait(30)
+        return False
+
+    second = make_qwen3moe(tmp_path / "second.gguf", replace(SHAPE, seed=5))
+    with serving(source) as server:
+        model = store.pull(server.url(source.name), experts_bytes_max=0)
+        model.backbone_path.unlink()
+        server.behaviour = hang
+        mending = [threading.Thread(target=model.verified_backbone_path) for _ in range(2)]
+        for each in mending:
+            each.start()
+        assert is_fetching.wait(30)
+        adding = threading.Thread(target=store.add, args=(second,))
+        adding.start()
+        adding.join(20)
+        is_held_up = adding.is_alive()
+        asked_before = server.sent_bytes
+        may_go_on.set()
+        for each in (*mending, adding):
+            each.join(30)
+        sent_bytes = server.sent_bytes - asked_before
+    assert not is_held_up
+    assert {each.name for each in store.list()} == {"tiny", "second"}
+    verify_backbone_file(model.backbone_path, model.manifest)
+    assert sent_bytes < 2 * model.manifest.trunk_size_bytes(), "one of them fetches it, the other waits"
+
+
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_others_use_the_store_while_a_model_comes(
     store: ModelStore, source: Path, tmp_path: Path, has_manifest: bool
