@@ -66,7 +66,10 @@ _HOST: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a swarm and the reference beside it have in common; `audit` is the swarm's alone."""
+    """What a swarm and the reference beside it have in common; `audit` is the swarm's alone.
+
+    Up to `sessions` decode together.
+    """
 
     n_ctx: int = 1024
     n_ubatch: int = 256
@@ -76,6 +79,7 @@ class RunSettings:
     partial_sums: bool = False
     device: str = "none"
     audit: bool = False
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +264,7 @@ async def _load_trunk(
         audit_path=str(model.source_path) if hooked and settings.audit else None,
         device=settings.device,
         rpc=rpc,
+        sessions=settings.sessions,
     )
     try:
         return await load_trunk(engine, request)
