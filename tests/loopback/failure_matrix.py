@@ -40,6 +40,7 @@ from kvasir_proto.messages.engine import (
     LoadTrunk,
     RemoveHolder,
     SessionEnded,
+    SessionOpened,
     SetFence,
     SetLease,
     ShardLoaded,
@@ -415,6 +416,8 @@ class FailureMatrix:
             match backbone.read():
                 case TokenEmitted() as token:
                     tokens.append(token.token)
+                case SessionOpened():
+                    pass
                 case HolderLost() as holder:
                     lost.append((holder.node_id, holder.code))
                 case SessionEnded() as end:

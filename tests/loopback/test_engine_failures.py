@@ -44,6 +44,7 @@ from kvasir_proto.messages.engine import (
     Generate,
     HolderLost,
     SessionEnded,
+    SessionOpened,
     TokenEmitted,
 )
 from kvasir_proto.sampling import Sampling, SamplingOptions
@@ -127,6 +128,8 @@ class Session:
         with trio.fail_after(PATIENCE_S):
             event = await self._engine.events.receive()
         match event:
+            case SessionOpened():
+                pass
             case TokenEmitted():
                 assert event.session == self._id
                 self.tokens.append(event.token)
