@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.loopback, pytest.mark.slow]
 SHAPE: Final = ModelShape(n_layer=3, n_embd=256, n_ff=256, n_expert=16, n_expert_used=4)
 SETTINGS: Final = RunSettings(n_ctx=1024, n_ubatch=128)
 POSITIONS: Final = 660
-CHUNKS: Final = (256, 100, 9, 8, 3, *([1] * (POSITIONS - 376)))
+CHUNKS: Final = (256, 200, 9, 8, 3, *([1] * (POSITIONS - 476)))
 WORKERS: Final = (1, 2, 3, 5)
 
 
