@@ -1351,15 +1351,18 @@ class NodeCore:
         if self._election.is_changing_electorate:
             self._note_change(now.instant, WATCH_INTERVAL)
             return
+        put_off = self._election.put_off(now.instant)
         members = next_electorate(
             electors,
             self._swarm.manifest.electorate,
             self._node_id,
-            eligible=eligible,
-            dead=dead,
+            eligible=[each for each in eligible if each in electors or each not in put_off],
+            dead=dead - put_off,
             convicted=self._election.convicted,
         )
         if members is None:
+            if put_off:
+                self._note_change(now.instant, WATCH_INTERVAL)
             return
         nomination = b""
         joining = sorted(set(members).difference(electors))

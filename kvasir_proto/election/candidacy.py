@@ -1,17 +1,16 @@
 """One attempt to be elected: first the pre-votes of a quorum, then its votes, in one term.
 
 Collects and counts; whom to ask again and what to send is here, when is the core's. Each answer is checked
-for what is cheap before its signature. A vote may bring along an electorate that its elector endorsed and
-that may be committed for all anybody knows (`unfinished`).
+for what is cheap before its signature. A vote may bring along a prepared electorate that its elector
+endorsed: it may be committed, so the winner finishes the one prepared last (`unfinished`) before its own.
 """
 
 from __future__ import annotations
 
 from kvasir_proto.codec import decode
-from kvasir_proto.election.configuration import Proposal, open_proposal, peek_proposal, require_successor
 from kvasir_proto.election.knowledge import ProvenKnowledge
+from kvasir_proto.election.prepared import Prepared, open_prepared
 from kvasir_proto.election.readiness import open_pre_vote
-from kvasir_proto.election.unfinished import Unfinished
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
 from kvasir_proto.instants import Duration
@@ -21,9 +20,7 @@ from kvasir_proto.term_proof import (
     Electorate,
     ProvenTerm,
     Vote,
-    decode_term_proof,
     make_term_proof,
-    verify_term_proof,
     verify_votes,
 )
 
@@ -38,7 +35,7 @@ class Candidacy:
         self._pre_votes: dict[bytes, bytes] = {}
         self._votes: dict[bytes, Signed] = {}
         self._refusals: dict[bytes, Duration] = {}
-        self.unfinished = Unfinished(electorate)
+        self.unfinished: Prepared | None = None
 
     @property
     def request(self) -> PreVoteRequest | VoteRequest:
@@ -115,22 +112,14 @@ class Candidacy:
             return
         self._refusals.pop(public_key, None)
         self._votes[public_key] = signed
-        endorsed = self._open_endorsed(grant.accepted, grant.accepted_proof) if grant.accepted else None
-        self.unfinished.hear(public_key, endorsed)
+        if grant.prepared:
+            self._note_prepared(grant.prepared)
 
-    def _open_endorsed(self, data: bytes, proof: bytes) -> Proposal | None:
-        """The proposal that an elector endorsed, if a backbone of that term really made it.
-
-        Its proof is under our electorate: it is this electorate's successor that is in question. What a liar
-        makes up has no proof and is passed over; the vote counts all the same.
-        """
-        proposal = peek_proposal(data)
+    def _note_prepared(self, data: bytes) -> None:
+        """Keep the one of the latest ballot. What is made up is passed over; the vote counts all the same."""
         try:
-            require_successor(proposal.electorate, self.electorate)
-            if decode_term_proof(proof).electorate != self.electorate:
-                raise RemoteProtocolError("proved under another electorate", "unknown_electorate")
-            term = verify_term_proof(proof, self._swarm_digest, self.electorate)
-            _, signer = open_proposal(data, self._swarm_digest)
+            prepared = open_prepared(data, self.electorate, self._swarm_digest)
         except RemoteProtocolError:
-            return None
-        return proposal if term == ProvenTerm(proposal.epoch, proposal.term, signer) else None
+            return
+        if self.unfinished is None or prepared.proposal.ballot > self.unfinished.proposal.ballot:
+            self.unfinished = prepared

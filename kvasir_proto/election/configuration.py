@@ -19,10 +19,10 @@ from kvasir_proto.codec import decode, encode
 from kvasir_proto.election.quorum import endorsements_needed
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, NodeIdField, SwarmDigest, Term, public_key_of
-from kvasir_proto.limits import ELECTORS_MAX, Length
+from kvasir_proto.limits import ELECTORS_MAX, Length, Sequence63
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.election import BALLOT_SIZE_MAX, LINK_SIZE_MAX, PROPOSAL_SIZE_MAX
-from kvasir_proto.signing import SIGNED, Signed, open_signed, sign, sign_message, verify
+from kvasir_proto.signing import Signed, open_signed, sign, sign_message, verify
 from kvasir_proto.term_proof import (
     ENDORSEMENT,
     NO_PREDECESSOR,
@@ -90,13 +90,22 @@ NOMINATION: Final = Family("nomination", (Nomination,), BALLOT_SIZE_MAX)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The backbone of (epoch, term) proposes an electorate. `nomination` is that of the member it adds."""
+    """The backbone of (epoch, term) proposes an electorate. `nomination` is that of the member it adds.
+
+    `number` counts the proposals of the term, from 1.
+    """
 
     kind: ClassVar[str] = "proposal"
     epoch: Epoch
     term: Term
+    number: Sequence63
     electorate: Electorate
     nomination: Annotated[bytes, Length(0, BALLOT_SIZE_MAX)]
+
+    @property
+    def ballot(self) -> tuple[int, int, int]:
+        """Its place among all proposals; (0, 0, 0) is before the first."""
+        return (self.epoch, self.term, self.number)
 
 
 PROPOSAL: Final = Family("proposal", (Proposal,), PROPOSAL_SIZE_MAX)
@@ -221,20 +230,6 @@ def make_link(electorate: Electorate, term: ProvenTerm, endorsements: Iterable[S
     """The encoded link, with the endorsements in the order of their signers. Does not check them."""
     ordered = tuple(sorted(endorsements, key=lambda each: each.signer))
     return encode(CommittedElectorate(electorate, term.term, term.backbone, ordered))
-
-
-def open_proposal(data: bytes, swarm_digest: SwarmDigest) -> tuple[Proposal, NodeId]:
-    """A proposal and who signed it. Raises `RemoteProtocolError` as `open_signed` does."""
-    opened = open_signed(data, PROPOSAL, swarm_digest)
-    return opened.message, opened.signer
-
-
-def peek_proposal(data: bytes) -> Proposal:
-    """A proposal whose signature is not looked at: what a node has stored itself, or what to look at first.
-
-    Raises `RemoteProtocolError` as `decode` does.
-    """
-    return decode(decode(data, SIGNED).payload, PROPOSAL)
 
 
 def is_nominated(nomination: bytes, member: NodeId, swarm_digest: SwarmDigest, founder: NodeId) -> bool:

@@ -51,9 +51,9 @@ from kvasir_proto.limits import ELECTORS_MAX, UINT32_MAX
 from kvasir_proto.messages.election import (
     ELECTION,
     LINKS_MAX,
-    Assent,
+    AssentGrant,
+    AssentRefusal,
     AssentRequest,
-    Dissent,
     ElectionMessage,
     ElectorateEndorsement,
     ElectorateProposal,
@@ -87,7 +87,10 @@ _BACKOFF_MAX: Final = 8
 """A candidate that fails again and again waits up to this many steps longer, at random."""
 _AT_ONCE: Final = Duration(0)
 _PROPOSAL_PATIENCE: Final = 10
-"""Patiences that a new elector is given to answer, before the backbone does without it."""
+"""Patiences that electors are given to assent to a change, before the backbone does without it."""
+_PUT_OFF_COUNT_MAX: Final = 2
+"""A change that nobody wanted waits as long again before the next try, doubled at most this often."""
+_PUT_OFF_MAX: Final = 64
 
 
 class ElectionCore:
@@ -149,6 +152,7 @@ class ElectionCore:
         self._announce_at = now.instant
         self._pause = options.outsider_pause
         self._voided: tuple[int, int] | None = None
+        self._put_off_until: dict[NodeId, tuple[int, Instant]] = {}
 
     # --- what others may look at ----------------------------------------------------------------------------
 
@@ -196,6 +200,10 @@ class ElectionCore:
     def is_changing_electorate(self) -> bool:
         """Whether this node is the backbone and an electorate is under way."""
         return self._tenure is not None and self._tenure.is_changing
+
+    def put_off(self, now: Instant) -> frozenset[NodeId]:
+        """Who is neither to become an elector nor to be one no more just now: it was tried in vain."""
+        return frozenset(each for each, (_, until) in self._put_off_until.items() if now < until)
 
     # --- the five verbs -------------------------------------------------------------------------------------
 
@@ -302,7 +310,7 @@ class ElectionCore:
             case AssentRequest():
                 self._adopt(message.proof, sender)
                 self._send(sender, self._elector.assent(message, sender))
-            case Assent() | Dissent():
+            case AssentGrant() | AssentRefusal():
                 self._on_opinion(message, sender, now)
             case ElectorateProposal():
                 self._on_proposal(message, sender)
@@ -338,7 +346,7 @@ class ElectionCore:
             self._refuse(message, sender, objection, now)
             return
         vote = self._elector.vote(term, message.readiness, now)
-        self._send(sender, VoteGrant(vote, *self._elector.accepted_successor()))
+        self._send(sender, VoteGrant(vote, self._elector.prepared_successor()))
 
     def _refuse(
         self, message: PreVoteRequest | VoteRequest, sender: NodeId, reason: RefusalReason, now: Instant
@@ -499,7 +507,7 @@ class ElectionCore:
             self._on_pre_vote_grant(PreVoteGrant(self._elector.pre_vote(term)), self._node_id, now)
         else:
             vote = self._elector.vote(term, candidacy.readiness, now)
-            grant = VoteGrant(vote, *self._elector.accepted_successor())
+            grant = VoteGrant(vote, self._elector.prepared_successor())
             self._on_vote_grant(grant, self._node_id, now)
 
     def _campaign(self, now: Instant) -> None:
@@ -684,10 +692,22 @@ class ElectionCore:
             return
         self._propose_again_at = after(now, Duration(self._options.retry * 2))
         patience = Duration(self._options.patience * _PROPOSAL_PATIENCE)
-        if now >= after(self._proposed_at, patience) and tenure.drop_unanswered():
-            self._note("electorate_change_refused", reason="too few would endorse it")
-            return
+        if now >= after(self._proposed_at, patience):
+            dropped = tenure.drop_unanswered()
+            if dropped is not None:
+                self._put_off(dropped, now)
+                self._note("electorate_change_refused", reason="too few would endorse it")
+                return
         self._ask_endorsements(now)
+
+    def _put_off(self, node_ids: frozenset[NodeId], now: Instant) -> None:
+        """Others first: one that never answers, or that only this node sees dead, would hold them up."""
+        for node_id in sorted(node_ids):
+            count, _ = self._put_off_until.pop(node_id, (0, now))
+            pause = Duration(self._options.patience * _PROPOSAL_PATIENCE << count)
+            self._put_off_until[node_id] = (min(count + 1, _PUT_OFF_COUNT_MAX), after(now, pause))
+        while len(self._put_off_until) > _PUT_OFF_MAX:
+            del self._put_off_until[next(iter(self._put_off_until))]
 
     def _ask_endorsements(self, now: Instant) -> None:
         tenure = self._tenure
@@ -713,14 +733,14 @@ class ElectionCore:
         self._adopt(message.proof, sender)
         self._send(sender, ElectorateEndorsement(self._elector.endorse(message, sender)))
 
-    def _on_opinion(self, message: Assent | Dissent, sender: NodeId, now: Instant) -> None:
+    def _on_opinion(self, message: AssentGrant | AssentRefusal, sender: NodeId, now: Instant) -> None:
         tenure = self._tenure
-        if tenure is None:
+        if tenure is None or self._role is not Role.BACKBONE:
             return
-        if isinstance(message, Assent):
-            is_news = tenure.take_assent(message.electorate_digest, sender)
+        if isinstance(message, AssentGrant):
+            is_news = tenure.take_assent(message.assent, sender)
         else:
-            is_news = tenure.take_dissent(message.electorate_digest, sender)
+            is_news = tenure.take_refusal(message.prepared)
         if is_news:
             self._propose_again_at = now
             self._press_proposal(now)

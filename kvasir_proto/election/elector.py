@@ -1,9 +1,9 @@
 """What an elector has promised, and so what it may still sign: the rules against a second backbone.
 
-One vote in a term; none while a promise to somebody else runs, none for a while after a start; one
-endorsement for each place in the chain of electorates in a term. What is signed is on disk before it is sent:
-the owner writes `stored()` out whenever `is_changed`. Knows nothing of roles and timers; whoever is proven to
-be what is `ProvenKnowledge`'s part.
+One vote in a term; none while a promise to somebody else runs, none for a while after a start; one assent to
+an electorate a ballot, and none against one that it endorsed and that may be committed. What is signed is on
+disk before it is sent: the owner writes `stored()` out whenever `is_changed`. Knows nothing of roles and
+timers; whoever is proven to be what is `ProvenKnowledge`'s part.
 """
 
 from __future__ import annotations
@@ -15,44 +15,30 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.effects import SlotDamaged
-from kvasir_proto.election.configuration import (
-    Proposal,
-    is_nominated,
-    open_proposal,
-    peek_proposal,
-    require_successor,
-)
+from kvasir_proto.election.configuration import PROPOSAL, Proposal, is_nominated, require_successor
 from kvasir_proto.election.knowledge import ProvenKnowledge
 from kvasir_proto.election.lease import Promise, promised_until
 from kvasir_proto.election.options import ElectionOptions
-from kvasir_proto.election.quorum import honest_endorsers_min
+from kvasir_proto.election.prepared import Prepared, open_prepared, peek_prepared, sign_assent
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, SwarmDigest, Term, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant, after, between
-from kvasir_proto.limits import ELECTORS_MAX, PROOF_SIZE_MAX, UINT32_MAX, Length
+from kvasir_proto.limits import ELECTORS_MAX, UINT32_MAX, Length
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.election import (
     BALLOT_SIZE_MAX,
     PROPOSAL_SIZE_MAX,
-    Assent,
+    AssentGrant,
+    AssentRefusal,
     AssentRequest,
-    Dissent,
     ElectorateProposal,
+    OptionalPrepared,
     Readiness,
     RefusalReason,
 )
-from kvasir_proto.signing import SIGNED, verify
-from kvasir_proto.term_proof import (
-    ENDORSEMENT,
-    VOTE,
-    Electorate,
-    Endorsement,
-    ProvenTerm,
-    Vote,
-    cast_vote,
-    endorse,
-)
+from kvasir_proto.signing import SIGNED
+from kvasir_proto.term_proof import VOTE, Electorate, ProvenTerm, Vote, cast_vote, endorse
 
 TERM_STEP_MAX: Final = 8
 """How far above the highest term it knows an elector gives a pre-vote. Enough for terms that failed under an
@@ -61,16 +47,16 @@ electorate which is already gone; few enough that 2^32 terms last for decades of
 
 @dataclass(frozen=True, slots=True)
 class StoredPromises:
-    """The slot `election`: the last vote, empty before the first, and the readiness it was asked with;
-    the highest term this node won; the last proposal that it endorsed, with its backbone's proof."""
+    """The slot `election`: the last vote, empty before the first, and the readiness it was asked with; the
+    highest term this node won; the last proposal it assented to; the prepared electorate it endorsed last."""
 
     kind: ClassVar[str] = "stored_promises"
     vote: Annotated[bytes, Length(0, BALLOT_SIZE_MAX)]
     readiness: Readiness
     won_epoch: Epoch
     won_term: Term
-    accepted: Annotated[bytes, Length(0, PROPOSAL_SIZE_MAX)]
-    accepted_proof: Annotated[bytes, Length(0, PROOF_SIZE_MAX)]
+    assented: Annotated[bytes, Length(0, PROPOSAL_SIZE_MAX)]
+    prepared: OptionalPrepared
 
 
 STORED_PROMISES: Final = Family("stored promises", (StoredPromises,), 64 << 10)
@@ -110,14 +96,13 @@ class Elector:
         self._knowledge = knowledge
         self._options = options
         try:
-            kept = (_NOTHING, None, None) if stored is None else read_promises(stored)
+            kept = (_NOTHING, None, None, None) if stored is None else read_promises(stored)
         except RemoteProtocolError as error:
             raise SlotDamaged("election", str(error)) from error
-        self._kept, self._vote, self._accepted = kept
+        self._kept, self._vote, self._assented, self._prepared = kept
         self._bound_until = promised_until(now, options.lease)
         self._unused: dict[NodeId, tuple[int, Instant]] = {}
         self._courtesy: tuple[NodeId, Instant] | None = None
-        self._assented = b""  # the digest of the last electorate it would endorse
         self.promise: Promise | None = None
         self.view = MemberView()
         self.is_changed = False
@@ -222,11 +207,12 @@ class Elector:
         if len(self._unused) > ELECTORS_MAX * 2:
             del self._unused[next(iter(self._unused))]
 
-    def accepted_successor(self) -> tuple[bytes, bytes]:
-        """The proposal it endorsed for the place after the newest electorate, and its proof; else empty."""
-        if self._accepted is None or self._accepted.electorate.predecessor != self._knowledge.newest.digest():
-            return (b"", b"")
-        return (self._kept.accepted, self._kept.accepted_proof)
+    def prepared_successor(self) -> bytes:
+        """The prepared electorate it endorsed for the place after the newest one; empty if none."""
+        prepared = self._prepared
+        if prepared is None or prepared.electorate.predecessor != self._knowledge.newest.digest():
+            return b""
+        return self._kept.prepared
 
     def note_won(self, epoch: int, term: int) -> None:
         """This node won a term."""
@@ -263,88 +249,80 @@ class Elector:
 
     # --- electorates ----------------------------------------------------------------------------------------
 
-    def assent(self, message: AssentRequest, sender: NodeId) -> Assent | Dissent:
-        """Say whether it would endorse this proposal. To a yes it keeps as long as this process lives.
+    def assent(self, message: AssentRequest, sender: NodeId) -> AssentGrant | AssentRefusal:
+        """Assent to a proposal of the proven backbone, whose proof has been learned before.
 
-        Raises `RemoteProtocolError` as `endorse` does: what is seen from here apart, and where it has
-        endorsed something else in this place, for then it can say neither.
+        Refuses, saying which, where it endorsed another electorate in this place and is not shown that this
+        one was prepared later. Raises `RemoteProtocolError`: as `open_prepared` and `require_successor` do,
+        `not_the_backbone`, `no_elector`, `behind`, `assented_another`, `not_nominated`, `not_eligible`,
+        `not_dead`.
         """
-        electorate = self._require_proper(message, sender).electorate
-        if not self._has_judged(electorate):
-            try:
-                self._require_fair(peek_proposal(message.proposal))
-            except RemoteProtocolError:
-                if self.accepted_successor()[0]:
-                    raise
-                return Dissent(electorate.digest())
-        self._assented = electorate.digest()
-        return Assent(self._assented)
+        proposal = decode(message.proposal, PROPOSAL)
+        self._require_proper(proposal, sender)
+        assented = self._assented
+        if assented is not None and proposal.ballot == assented.ballot and proposal != assented:
+            raise RemoteProtocolError("this elector assented to another one there", "assented_another")
+        shown = None
+        if message.prepared:
+            shown = open_prepared(message.prepared, self._knowledge.newest, self._swarm_digest)
+            if shown.electorate != proposal.electorate:
+                raise RemoteProtocolError("another electorate was prepared", "wrong_electorate")
+        if not self._may_change_to(
+            proposal.electorate, (0, 0, 0) if shown is None else shown.proposal.ballot
+        ):
+            return AssentRefusal(self.prepared_successor())
+        if shown is None:  # else as many found it fair as may have committed it
+            self._require_fair(proposal)
+        if proposal != assented:
+            self._assented = proposal
+            self._keep(assented=message.proposal)
+        return AssentGrant(sign_assent(self._private_key, self._swarm_digest, proposal, sender))
 
     def endorse(self, message: ElectorateProposal, sender: NodeId) -> bytes:
-        """Endorse the proposal of the proven backbone, whose proof has been learned before.
+        """Endorse a prepared electorate of the proven backbone, whose proof has been learned before.
 
-        Raises `RemoteProtocolError`: as `open_proposal` and `require_successor` do, `not_the_backbone`,
-        `no_elector`, `behind`, `endorsed_another`, `not_nominated`, `not_eligible`, `not_dead`; for the
-        endorsements shown with it as `decode` and `verify` do, and `wrong_vote`.
+        Raises `RemoteProtocolError`: as `open_prepared` does, `not_the_backbone`, `no_elector`, `behind`,
+        `endorsed_another`.
         """
-        proposal = self._require_proper(message, sender)
-        electorate, term = proposal.electorate, ProvenTerm(proposal.epoch, proposal.term, sender)
-        if not self._has_judged(electorate) and not self._is_vouched_for(
-            electorate, term, message.endorsements
-        ):
-            self._require_fair(proposal)
-        if proposal != self._accepted:
-            self._accepted = proposal
-            self._keep(accepted=message.proposal, accepted_proof=message.proof)
+        prepared = open_prepared(message.prepared, self._knowledge.newest, self._swarm_digest)
+        proposal, electorate = prepared.proposal, prepared.electorate
+        self._require_proper(proposal, sender)
+        if prepared.backbone != sender:
+            raise RemoteProtocolError("prepared for another backbone", "not_the_backbone")
+        if not self._may_change_to(electorate, proposal.ballot):
+            raise RemoteProtocolError("this elector endorsed another electorate there", "endorsed_another")
+        if self._prepared is None or self._prepared.proposal != proposal:
+            self._prepared = prepared
+            self._keep(prepared=message.prepared)
+        term = ProvenTerm(proposal.epoch, proposal.term, sender)
         return encode(endorse(self._private_key, self._swarm_digest, electorate, term))
 
-    def _require_proper(self, message: AssentRequest | ElectorateProposal, sender: NodeId) -> Proposal:
-        """The proposal, if it may be endorsed for all that does not depend on what is seen from here."""
-        knowledge, proposal = self._knowledge, peek_proposal(message.proposal)
-        electorate = proposal.electorate
+    def _require_proper(self, proposal: Proposal, sender: NodeId) -> None:
+        """What makes it a proposal at all, whatever is seen from here."""
+        knowledge, electorate = self._knowledge, proposal.electorate
         if knowledge.fence != (proposal.epoch, proposal.term, sender):
             raise RemoteProtocolError("only the proven backbone proposes electorates", "not_the_backbone")
         if (proposal.epoch, proposal.term) < self.voted or knowledge.is_void(proposal.epoch, proposal.term):
             raise RemoteProtocolError("this elector has voted in a later term", "behind")
+        if self._assented is not None and proposal.ballot < self._assented.ballot:
+            raise RemoteProtocolError("this elector has assented to a later proposal", "behind")
         require_successor(electorate, knowledge.newest)
         if electorate.term > proposal.term:
             raise RemoteProtocolError("an electorate of a later term", "wrong_electorate")
         if self._public_key not in {*knowledge.newest.members, *electorate.members}:
             raise RemoteProtocolError("no elector of either electorate", "no_elector")
-        self._require_unendorsed(proposal)
-        _, signer = open_proposal(message.proposal, self._swarm_digest)
-        if signer != sender:
-            raise RemoteProtocolError("the proposal is signed by somebody else", "not_the_backbone")
-        return proposal
 
-    def _has_judged(self, electorate: Electorate) -> bool:
-        """Whether it has said yes to this one before: then it does not depend on what has happened since."""
-        is_endorsed = self._accepted is not None and electorate == self._accepted.electorate
-        return is_endorsed or electorate.digest() == self._assented
-
-    def _is_vouched_for(
-        self, electorate: Electorate, term: ProvenTerm, endorsements: tuple[bytes, ...]
-    ) -> bool:
-        """Whether so many endorsed it in this term that it may be committed: then it is to be finished."""
-        newest = self._knowledge.newest
-        signed = [decode(each, SIGNED) for each in endorsements]
-        endorsers = {each.signer for each in signed if each.signer in newest.members}
-        if len(endorsers) < honest_endorsers_min(newest, electorate):
-            return False
-        expected = Endorsement(*term, electorate.digest())
-        for each in signed:
-            if decode(verify(each, Endorsement.kind, self._swarm_digest), ENDORSEMENT) != expected:
-                raise RemoteProtocolError("an endorsement is for something else", "wrong_vote")
-        return True
-
-    def _require_unendorsed(self, proposal: Proposal) -> None:
-        """At most one electorate for each (epoch, term, version), and never back to an earlier term's."""
-        accepted = self._accepted
-        if accepted is None or accepted.electorate == proposal.electorate:
-            return
-        mine = (accepted.epoch, accepted.term, accepted.electorate.version)
-        if (proposal.epoch, proposal.term, proposal.electorate.version) <= mine:
-            raise RemoteProtocolError("this elector endorsed another electorate there", "endorsed_another")
+    def _may_change_to(self, electorate: Electorate, ballot: tuple[int, int, int]) -> bool:
+        """Whether it may help to make this one, which was prepared in that ballot: the lock of the module
+        `prepared`. It binds the electors of the newest electorate, who alone decide what follows it."""
+        locked = self._prepared
+        return (
+            locked is None
+            or not self.is_elector()
+            or locked.electorate.predecessor != electorate.predecessor
+            or locked.electorate == electorate
+            or locked.proposal.ballot < ballot
+        )
 
     def _require_fair(self, proposal: Proposal) -> None:
         """What an elector asks of a change, whatever the backbone thinks."""
@@ -375,11 +353,12 @@ class Elector:
         self.is_changed = True
 
 
-def read_promises(data: bytes) -> tuple[StoredPromises, Vote | None, Proposal | None]:
-    """What the slot `election` holds, the last vote and the last proposal in it.
+def read_promises(data: bytes) -> tuple[StoredPromises, Vote | None, Proposal | None, Prepared | None]:
+    """What the slot `election` holds, and in it the last vote, assent and endorsed electorate.
 
     Raises `RemoteProtocolError` for what cannot be read.
     """
     kept = decode(data, STORED_PROMISES)
     vote = decode(decode(kept.vote, SIGNED).payload, VOTE) if kept.vote else None
-    return kept, vote, peek_proposal(kept.accepted) if kept.accepted else None
+    assented = decode(kept.assented, PROPOSAL) if kept.assented else None
+    return kept, vote, assented, peek_prepared(kept.prepared) if kept.prepared else None

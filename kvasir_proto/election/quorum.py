@@ -31,15 +31,6 @@ def endorsements_needed(predecessor: Electorate, electorate: Electorate) -> int:
     return max(predecessor.quorum, count + liars + 1 - predecessor.quorum)
 
 
-def honest_endorsers_min(predecessor: Electorate, electorate: Electorate) -> int:
-    """How many honest members of the predecessor have endorsed an electorate that is committed, at the least.
-
-    With fewer it cannot be; and so many vouch for it to those who did not see what they saw.
-    """
-    liars = max(liars_max(predecessor), liars_max(electorate))
-    return endorsements_needed(predecessor, electorate) - liars
-
-
 def instant_of_quorum(instants: Iterable[Instant], quorum: int) -> Instant | None:
     """The latest instant that a quorum has reached, of one for each elector; None without a quorum."""
     ordered = sorted(instants, reverse=True)

@@ -12,13 +12,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.election.configuration import Proposal, commits, make_link, successor_of
 from kvasir_proto.election.lease import usable_until
-from kvasir_proto.election.quorum import honest_endorsers_min, instant_of_quorum
-from kvasir_proto.election.unfinished import Unfinished
+from kvasir_proto.election.prepared import Prepared, make_prepared, open_assent, open_prepared
+from kvasir_proto.election.quorum import instant_of_quorum
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant
 from kvasir_proto.messages.election import AssentRequest, ElectorateProposal
-from kvasir_proto.signing import SIGNED, Signed, sign_message, verify
+from kvasir_proto.signing import SIGNED, Signed, verify
 from kvasir_proto.term_proof import ENDORSEMENT, Electorate, Endorsement, ProvenTerm
 
 _REQUESTS_MAX = 16
@@ -26,7 +26,7 @@ _REQUESTS_MAX = 16
 
 
 class Tenure:
-    """The term that this node won, until it ends. `unfinished` is what its voters said they had endorsed."""
+    """The term that this node won, until it ends. `unfinished` is a prepared electorate, to finish first."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Tenure:
         term: ProvenTerm,
         electorate: Electorate,
         lease: Duration,
-        unfinished: Unfinished,
+        unfinished: Prepared | None,
     ) -> None:
         self._private_key = private_key
         self._swarm_digest = swarm_digest
@@ -52,7 +52,9 @@ class Tenure:
         self._unfinished = unfinished
         self._wanted: tuple[tuple[bytes, ...], bytes] | None = None
         self.proposal: Proposal | None = None
-        self._assents: set[bytes] = set()
+        self._number = 0
+        self._assents: dict[bytes, Signed] = {}
+        self._prepared = b""
         self._endorsements: dict[bytes, Signed] = {}
 
     # --- the lease ------------------------------------------------------------------------------------------
@@ -91,7 +93,8 @@ class Tenure:
         self._granted.clear()
         self.knows_proof.clear()
         self._is_confirmed = False
-        self._unfinished = Unfinished(electorate)  # whatever follows this one, no earlier term proposed it
+        if self._unfinished is not None and self._unfinished.electorate.predecessor != electorate.digest():
+            self._unfinished = None
         if self.proposal is not None and self.proposal.electorate.predecessor != electorate.digest():
             self._forget_proposal()
         if self._wanted is not None and self._wanted[0] == electorate.members:
@@ -111,16 +114,19 @@ class Tenure:
         """Whether another electorate is asked for or proposed."""
         return self.proposal is not None or self._wanted is not None
 
-    def drop_unanswered(self) -> bool:
-        """Forget a proposal that no elector was asked to sign, but the one added. Says whether it was one."""
-        if self.proposal is None or self._is_unfinished() or self._is_old_asked():
-            return False
+    def drop_unanswered(self) -> frozenset[NodeId] | None:
+        """Forget a proposal that no elector has endorsed but the one added, and say who would have come or
+        gone. None where there is none to forget."""
+        if self.proposal is None or self._is_finishing() or self._is_old_asked():
+            return None
+        changed = set(self.proposal.electorate.members) ^ set(self.electorate.members)
         self._wanted = None
         self._forget_proposal()
-        return True
+        return frozenset(map(node_id_of, changed))
 
     def _forget_proposal(self) -> None:
         self.proposal = None
+        self._prepared = b""
         self._assents.clear()
         self._endorsements.clear()
 
@@ -128,94 +134,98 @@ class Tenure:
         """Begin the next proposal, if there is one to make. Says whether it began."""
         if self.proposal is not None or not self._is_confirmed:
             return False
-        electorate, epoch, term = self.electorate, self.term.epoch, self.term.term
-        unfinished = self._unfinished.proposal
-        if unfinished is not None:
-            self.proposal = Proposal(epoch, term, unfinished.electorate, unfinished.nomination)
+        electorate, term = self.electorate, self.term.term
+        if self._unfinished is not None:
+            earlier = self._unfinished.proposal
+            self._begin(earlier.electorate, earlier.nomination)
         elif self._wanted is None:
             return False
         elif electorate.term != term:
             # Made by another backbone: committed once more in this term before it is changed.
-            self.proposal = Proposal(epoch, term, successor_of(electorate, electorate.members, term), b"")
+            self._begin(successor_of(electorate, electorate.members, term), b"")
         else:
             members, nomination = self._wanted
             if len(set(members) ^ set(electorate.members)) != 1:
                 self._wanted = None
                 return False
-            self.proposal = Proposal(epoch, term, successor_of(electorate, members, term), nomination)
+            self._begin(successor_of(electorate, members, term), nomination)
         return True
+
+    def _begin(self, electorate: Electorate, nomination: bytes) -> None:
+        self._number += 1
+        self.proposal = Proposal(self.term.epoch, self.term.term, self._number, electorate, nomination)
 
     def proposal_message(self, proof: bytes) -> AssentRequest | ElectorateProposal:
         """What `to_ask` are to be asked, with the proof of this backbone under the present electorate."""
         assert self.proposal is not None
-        proposal = sign_message(self._private_key, self._swarm_digest, self.proposal)
-        if not self._is_agreed():
-            return AssentRequest(proposal, proof)
-        shown = tuple(encode(self._endorsements[each]) for each in sorted(self._endorsements))
-        return ElectorateProposal(proposal, proof, shown if self._is_unfinished() else ())
+        if self._prepared:
+            return ElectorateProposal(self._prepared, proof)
+        earlier = encode(self._unfinished) if self._unfinished is not None else b""
+        return AssentRequest(encode(self.proposal), proof, earlier)
 
     @property
     def to_ask(self) -> tuple[NodeId, ...]:
         """Who should answer and has not, in the order of their keys.
 
-        First all are asked whether they would endorse, since what one has endorsed can be followed by
-        nothing else until it is finished: an elector that some hold for dead, and that comes back before
-        the others do too, would keep every later change from being made. Then the one who would be added
-        endorses alone. If it never answers, no elector has signed anything and the proposal can be dropped:
-        a founder that took in a second elector which is not there could never make another electorate.
+        First all are asked to assent, which binds nobody to this electorate: an elector that some hold for
+        dead, and that comes back before the others do too, would else keep every later change from being
+        made. What is prepared the one who would be added endorses first, alone. If it never answers, no
+        elector has endorsed anything and the proposal can be dropped: a founder that took in a second
+        elector which is not there could never make another electorate.
         """
         if self.proposal is None:
             return ()
         present, members = set(self.electorate.members), set(self.proposal.electorate.members)
-        if not self._is_agreed():
+        if not self._prepared:
             return tuple(node_id_of(each) for each in sorted(members | present) if each not in self._assents)
         asked = members | present if self._is_old_asked() else members - present
         return tuple(node_id_of(each) for each in sorted(asked) if each not in self._endorsements)
 
-    def _is_unfinished(self) -> bool:
-        """Whether an earlier backbone has proposed it: it is finished, whatever is thought of it by now."""
+    def _is_finishing(self) -> bool:
+        """Whether the proposal is of what an earlier backbone left, and what may be committed."""
         assert self.proposal is not None
-        return self.proposal.electorate.term != self.term.term
-
-    def _is_agreed(self) -> bool:
-        """Whether so many would endorse it that it would be committed, the one who is added among them.
-
-        Of an unfinished one, so many that the others will follow them.
-        """
-        assert self.proposal is not None
-        electorate = self.proposal.electorate
-        present = set(self.electorate.members)
-        if self._is_unfinished():
-            return len(self._assents & present) >= honest_endorsers_min(self.electorate, electorate)
-        added = set(electorate.members) - present
-        return electorate.members == self.electorate.members or (
-            added <= self._assents and commits(self._assents, electorate, self.electorate)
-        )
+        return self._unfinished is not None and self.proposal.electorate == self._unfinished.electorate
 
     def _is_old_asked(self) -> bool:
         assert self.proposal is not None
-        added = set(self.proposal.electorate.members) - set(self.electorate.members)
-        return self._is_agreed() and (self._is_unfinished() or added <= self._endorsements.keys())
+        return bool(self._prepared) and (self._is_finishing() or self._added() <= self._endorsements.keys())
 
-    def take_assent(self, electorate_digest: bytes, sender: NodeId) -> bool:
-        """Count an assent. Says whether that made it agreed, so that there is something else to ask."""
-        proposal = self.proposal
-        if proposal is None or self._is_agreed() or electorate_digest != proposal.electorate.digest():
-            return False
-        public_key = public_key_of(sender)
-        if public_key in {*proposal.electorate.members, *self.electorate.members}:
-            self._assents.add(public_key)
-        return self._is_agreed()
+    def _added(self) -> set[bytes]:
+        assert self.proposal is not None
+        return set(self.proposal.electorate.members) - set(self.electorate.members)
 
-    def take_dissent(self, electorate_digest: bytes, sender: NodeId) -> bool:
-        """Note that an elector endorsed nothing here. Says whether a proposal was let go of for that."""
-        proposal = self.proposal
-        if proposal is None or self._is_agreed() or electorate_digest != proposal.electorate.digest():
+    def take_assent(self, data: bytes, sender: NodeId) -> bool:
+        """Count an assent. Says whether that prepared the electorate, so that there is something else to ask.
+
+        The one who would be added has to be among those who assent, but for one that is to be finished.
+        Raises `RemoteProtocolError` for a bad one.
+        """
+        proposal, public_key = self.proposal, public_key_of(sender)
+        if proposal is None or self._prepared or public_key in self._assents:
             return False
-        self._unfinished.hear(public_key_of(sender), None)
-        pending = self._unfinished.proposal
-        if not self._is_unfinished() or (pending is not None and pending.electorate == proposal.electorate):
+        signed = decode(data, SIGNED)
+        if signed.signer != public_key or public_key not in {
+            *proposal.electorate.members,
+            *self.electorate.members,
+        }:
+            raise RemoteProtocolError("an assent is by somebody who has no vote", "not_an_elector")
+        self._assents[public_key] = open_assent(data, self._swarm_digest, proposal, self.term.backbone)
+        is_prepared = commits(set(self._assents), proposal.electorate, self.electorate)
+        if is_prepared and (self._is_finishing() or self._added() <= self._assents.keys()):
+            self._prepared = make_prepared(proposal, self.term.backbone, self._assents.values())
+        return bool(self._prepared)
+
+    def take_refusal(self, data: bytes) -> bool:
+        """An elector endorsed something else in this place. Says whether that is to be finished first now.
+
+        Raises `RemoteProtocolError` as `open_prepared` does.
+        """
+        if self.proposal is None or self._prepared:
             return False
+        prepared = open_prepared(data, self.electorate, self._swarm_digest)
+        if self._unfinished is not None and prepared.proposal.ballot <= self._unfinished.proposal.ballot:
+            return False
+        self._unfinished = prepared
         self._forget_proposal()
         return True
 

@@ -27,6 +27,7 @@ BALLOT_SIZE_MAX: Final = 1024
 """Bytes of the largest signed vote, pre-vote, endorsement or release."""
 PROPOSAL_SIZE_MAX: Final = 4096
 LINK_SIZE_MAX: Final = 8192
+PREPARED_SIZE_MAX: Final = 8192
 LINKS_MAX: Final = 32
 """Electorates in one message: 256 KiB at most. Whoever needs more asks again."""
 EVIDENCE_COUNT_MAX: Final = 16
@@ -35,7 +36,10 @@ EVIDENCE_COUNT_MAX: Final = 16
 BallotBytes: TypeAlias = Annotated[bytes, Length(1, BALLOT_SIZE_MAX)]
 """An encoded `Signed` vote, pre-vote, endorsement or release."""
 ProposalBytes: TypeAlias = Annotated[bytes, Length(1, PROPOSAL_SIZE_MAX)]
-"""An encoded `Signed` proposal of an electorate."""
+"""An encoded proposal of an electorate."""
+PreparedBytes: TypeAlias = Annotated[bytes, Length(1, PREPARED_SIZE_MAX)]
+"""An encoded prepared electorate: the proof that so many assented to it."""
+OptionalPrepared: TypeAlias = Annotated[bytes, Length(0, PREPARED_SIZE_MAX)]
 LinkBytes: TypeAlias = Annotated[bytes, Length(1, LINK_SIZE_MAX)]
 """An encoded link of the chain of electorates."""
 Links: TypeAlias = Annotated[tuple[LinkBytes, ...], Length(0, LINKS_MAX)]
@@ -84,12 +88,11 @@ class VoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class VoteGrant:
-    """The vote, and the electorate its elector endorsed last that may have become the next one, if any."""
+    """The vote, and the prepared electorate its elector endorsed last, if it may have become the next one."""
 
     kind: ClassVar[str] = "vote_grant"
     vote: BallotBytes
-    accepted: Annotated[bytes, Length(0, PROPOSAL_SIZE_MAX)]
-    accepted_proof: OptionalProof
+    prepared: OptionalPrepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,40 +139,40 @@ class LeaseRelease:
 
 @dataclass(frozen=True, slots=True)
 class AssentRequest:
-    """Would you endorse this electorate? As `ElectorateProposal`, and nothing is signed."""
+    """Would you endorse this proposal of mine? With the proof that the sender is the backbone.
+
+    `prepared` shows that a quorum assented to the same electorate in an earlier ballot, if it did.
+    """
 
     kind: ClassVar[str] = "assent_request"
     proposal: ProposalBytes
     proof: ProofBytes
+    prepared: OptionalPrepared
 
 
 @dataclass(frozen=True, slots=True)
-class Assent:
-    """I would, and as long as this process lives I think no better of it."""
+class AssentGrant:
+    """I would, and no proposal of an earlier ballot any more."""
 
-    kind: ClassVar[str] = "assent"
-    electorate_digest: Digest
+    kind: ClassVar[str] = "assent_grant"
+    assent: BallotBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Dissent:
-    """I would not, and have endorsed nothing in its place."""
+class AssentRefusal:
+    """I endorsed this one in its place, and for all I know it is committed."""
 
-    kind: ClassVar[str] = "dissent"
-    electorate_digest: Digest
+    kind: ClassVar[str] = "assent_refusal"
+    prepared: PreparedBytes
 
 
 @dataclass(frozen=True, slots=True)
 class ElectorateProposal:
-    """The backbone's signed proposal of the next electorate, with the proof that it is the backbone.
-
-    Of an electorate that an earlier backbone left unfinished it shows who has endorsed it in this term.
-    """
+    """Endorse this prepared electorate. With the proof that the sender is the backbone."""
 
     kind: ClassVar[str] = "electorate_proposal"
-    proposal: ProposalBytes
+    prepared: PreparedBytes
     proof: ProofBytes
-    endorsements: Annotated[tuple[BallotBytes, ...], Length(0, ELECTORS_MAX + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +229,8 @@ ElectionMessage: TypeAlias = (
     | LeaseGrant
     | LeaseRelease
     | AssentRequest
-    | Assent
-    | Dissent
+    | AssentGrant
+    | AssentRefusal
     | ElectorateProposal
     | ElectorateEndorsement
     | KnowledgeRequest

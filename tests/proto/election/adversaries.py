@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
-from kvasir_proto.codec import encode
-from kvasir_proto.election.configuration import Proposal, make_recovery, peek_proposal, successor_of
+from kvasir_proto.codec import decode, encode
+from kvasir_proto.election.configuration import PROPOSAL, Proposal, make_recovery, successor_of
+from kvasir_proto.election.prepared import make_prepared, open_assent, sign_assent
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.release import make_release
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.messages.election import (
-    Assent,
+    AssentGrant,
+    AssentRefusal,
     AssentRequest,
     ElectionMessage,
     ElectorateEndorsement,
@@ -25,7 +27,6 @@ from kvasir_proto.messages.election import (
     VoteRefusal,
     VoteRequest,
 )
-from kvasir_proto.signing import sign_message
 from kvasir_proto.term_proof import Electorate, ProvenTerm, cast_vote, endorse, make_term_proof
 from tests.proto.election.swarm import IDS, KEYS, SWARM, Adversary, Swarm
 
@@ -62,11 +63,12 @@ class liar:
                 return []
             self.terms.add(place)
             vote = cast_vote(self.key, SWARM, electorate, ProvenTerm(*place, sender))
-            return [(sender, VoteGrant(encode(vote), b"", b""))]
+            return [(sender, VoteGrant(encode(vote), b""))]
         if isinstance(message, LeaseRequest):
             return [(sender, LeaseGrant(message.epoch, message.term, message.number))]
         if isinstance(message, AssentRequest):
-            return [(sender, Assent(peek_proposal(message.proposal).electorate.digest()))]
+            proposal = decode(message.proposal, PROPOSAL)
+            return [(sender, AssentGrant(sign_assent(self.key, SWARM, proposal, sender)))]
         if isinstance(message, ElectorateProposal):
             return self.endorse_what_it_likes(sender, electorate)
         return []
@@ -98,10 +100,17 @@ class liar:
             said = [Knowledge((forged,), b"", (), ())]
         elif kind == 4:
             mine = successor_of(electorate, [self.key.public_key().public_bytes_raw()], top)
-            proposal = sign_message(self.key, SWARM, Proposal(epoch, top, mine, b""))
-            endorsement = encode(endorse(self.key, SWARM, mine, term))
+            proposal = Proposal(epoch, top, 1, mine, b"")
             proof = make_term_proof(electorate, term, [vote])
-            said = [AssentRequest(proposal, proof), ElectorateProposal(proposal, proof, (endorsement,))]
+            assent = open_assent(
+                sign_assent(self.key, SWARM, proposal, self.node_id), SWARM, proposal, self.node_id
+            )
+            prepared = make_prepared(proposal, self.node_id, [assent])
+            said = [
+                AssentRequest(encode(proposal), proof, prepared),
+                ElectorateProposal(prepared, proof),
+                AssentRefusal(prepared),
+            ]
         elif kind == 5:
             said = [LeaseRelease(make_release(self.key, SWARM, ProvenTerm(epoch, top, self.node_id)))]
         elif self.swarm.captured:
