@@ -164,7 +164,10 @@ def test_what_cannot_be_is_the_clients_mistake(control: Control) -> None:
         control.wait(name)
         ended = control.ends[named(name)]
         assert (ended.reason, ended.code, ended.retry_after_ns) == ("failed", "usage_error", 0)
-        assert named(name) not in control.opened
+
+    control.generate(503, PROMPTS[0])  # all that is said of the others has come when this one ends
+    control.wait(503)
+    assert not {named(500), named(501), named(502)} & set(control.opened)
 
 
 def test_an_end_token_and_log_probabilities_come_as_they_were_wanted(

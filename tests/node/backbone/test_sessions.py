@@ -26,7 +26,16 @@ from kvasir_proto.ids import SessionId
 from kvasir_proto.instants import Instant
 from kvasir_proto.sampling import Sampling, SamplingOptions
 from kvasir_proto.sessions.options import SessionOptions
-from kvasir_proto.sessions.requests import CacheStep, Decode, End, Open, Place, Refuse
+from kvasir_proto.sessions.requests import (
+    CacheStep,
+    CopySequence,
+    Decode,
+    End,
+    ForgetSequence,
+    Open,
+    Place,
+    Refuse,
+)
 from tests.node.hooked_llama import InProcessWorkers, shards_of
 from tests.proto.sessions.toy_backbone import END, N_VOCAB, ToyCache, alone, next_token
 from tests.proto.sessions.toy_backbone import LATE as NEVER
@@ -318,6 +327,24 @@ def test_a_session_without_a_holder_waits_for_one_and_the_others_go_on(
     assert toy.heard.ids(2) == alone(good, 40, 64)[0]
 
 
+def test_a_holder_that_came_while_the_failure_was_found_out_is_enough(
+    toys: Callable[..., ToySessions],
+) -> None:
+    toy = toys()
+    n_failures = 0
+
+    def lack_once(places: Sequence[Place]) -> None:
+        nonlocal n_failures
+        n_failures += 1
+        if n_failures == 2:
+            raise NoHolderLeft("no holder is left", frozenset({0}), len(places))
+
+    toy.trunk.before_decode = lack_once
+    toy.open(1, [5], 4)
+    toy.heard.wait(1)
+    assert toy.heard.ids(1) == alone([5], 4, 64)[0]
+
+
 @pytest.mark.parametrize("failure", [EngineFailed("of it"), ZeroDivisionError("a bug of ours")])
 def test_who_makes_every_ubatch_fail_fails_alone(
     failure: Exception, toys: Callable[..., ToySessions]
@@ -372,12 +399,18 @@ def test_what_was_emitted_elsewhere_counts_for_penalties(toys: Callable[..., Toy
     """A continuation draws as the session would have drawn that was never interrupted."""
     toy = toys()
     options = SamplingOptions(GREEDY, presence_penalty=2.0, frequency_penalty=2.0)
-    for name, prompt, n_emitted in ((1, [5], 0), (2, [], 4)):
-        tokens = (*prompt, *([5, *toy.heard.ids(1)[:4]] if n_emitted else ()))
-        opened = Open(named(name), "someone", tokens, 12 - n_emitted, frozenset(), NEVER)
+    tokens = next(
+        (first, again, again)
+        for first in range(1, N_VOCAB)
+        for again in range(1, N_VOCAB)
+        if next_token((first, again, again)) == again
+    )
+    for name, n_emitted in ((1, 0), (2, 2)):
+        opened = Open(named(name), "someone", tokens, 1, frozenset(), NEVER)
         toy.sessions.open(WantedSession(opened, options, n_emitted=n_emitted))
         toy.heard.wait(name)
-    assert toy.heard.ids(2) == toy.heard.ids(1)[4:]
+    assert toy.heard.ids(1) == [tokens[-1]]
+    assert toy.heard.ids(2) != [tokens[-1]]
 
 
 # -- the demo model ------------------------------------------------------------------------------------------
@@ -545,6 +578,16 @@ def test_a_layer_that_fails_for_one_session_is_computed_again_for_the_others(
     for name in range(4):
         _, tokens, logits = by_itself[name]
         require_equivalent(heard.ids(name)[:N_TOKENS], tokens, logits)
+
+
+def test_a_copied_sequence_has_what_was_copied(demo: Demo) -> None:
+    trunk = demo.trunk.beside(256, 64, n_sequences=2)
+    trunk.decode_places([Place(named(1), 0, each, 5 + each, False) for each in range(9)])
+    trunk.change_cache(CopySequence(0, 1, 6))
+    assert (trunk.n_in_cache(0), trunk.n_in_cache(1)) == (9, 6)
+    trunk.change_cache(ForgetSequence(0))
+    assert (trunk.n_in_cache(0), trunk.n_in_cache(1)) == (0, 6)
+    trunk.close()
 
 
 def test_an_aborted_decode_leaves_the_context_as_it_was(demo: Demo, by_itself: Answers) -> None:
