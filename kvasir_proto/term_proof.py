@@ -85,12 +85,13 @@ class Endorsement:
     """An elector's word that this node is the proven backbone of the term, and this the next electorate.
 
     Said by members of the electorate before it and of itself. Not a vote: an elector whose own candidate lost
-    endorses the one that won.
+    endorses the one that won. `number` is the proposal's in its term: those of two ballots do not add up.
     """
 
     kind: ClassVar[str] = "endorsement"
     epoch: Epoch
     term: Term
+    number: Sequence63
     backbone: NodeIdField
     electorate_digest: Digest
 
@@ -164,9 +165,13 @@ def endorse(
     swarm_digest: SwarmDigest,
     electorate: Electorate,
     term: ProvenTerm,
+    number: int,
 ) -> Signed:
-    """One elector's signed word that `term.backbone` is proven to it, and `electorate` the next one."""
-    endorsement = Endorsement(term.epoch, term.term, term.backbone, electorate.digest())
+    """One elector's signed word that `term.backbone` is proven to it, and `electorate` the next one.
+
+    `number` is that of the proposal in its term.
+    """
+    endorsement = Endorsement(term.epoch, term.term, number, term.backbone, electorate.digest())
     return sign(elector_key, Endorsement.kind, swarm_digest, encode(endorsement))
 
 
@@ -231,7 +236,8 @@ def verify_votes(
             is_right = decode(verify(signed, Vote.kind, swarm_digest), VOTE) == Vote(*term, digest)
         else:
             payload = verify(signed, Endorsement.kind, swarm_digest)
-            is_right = decode(payload, ENDORSEMENT) == Endorsement(*term, digest)
+            said = decode(payload, ENDORSEMENT)
+            is_right = (said.epoch, said.term, said.backbone, said.electorate_digest) == (*term, digest)
         if not is_right:
             raise RemoteProtocolError("a vote is for another term, node or electorate", "wrong_vote")
         voters.add(signed.signer)

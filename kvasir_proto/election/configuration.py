@@ -43,11 +43,12 @@ _Endorsements: TypeAlias = Annotated[tuple[Signed, ...], Length(1, ELECTORS_MAX 
 
 @dataclass(frozen=True, slots=True)
 class CommittedElectorate:
-    """An electorate and the endorsements that committed it, in `term` under that term's backbone."""
+    """An electorate and the endorsements that committed it, in one ballot under its term's backbone."""
 
     kind: ClassVar[str] = "committed_electorate"
     electorate: Electorate
     term: Term
+    number: Sequence63
     backbone: NodeIdField
     endorsements: _Endorsements
 
@@ -199,7 +200,7 @@ def open_link(
     if link.term < electorate.term:
         raise RemoteProtocolError("endorsed before it was made", "wrong_electorate")
     members = set(newest.members) | set(electorate.members)
-    expected = Endorsement(electorate.epoch, link.term, link.backbone, electorate.digest())
+    expected = Endorsement(electorate.epoch, link.term, link.number, link.backbone, electorate.digest())
     endorsers: set[bytes] = set()
     for signed in link.endorsements:
         if signed.signer not in members:
@@ -226,10 +227,10 @@ def anchored_link(data: bytes, anchor: bytes) -> Link:
     return Link(electorate, data, b"")
 
 
-def make_link(electorate: Electorate, term: ProvenTerm, endorsements: Iterable[Signed]) -> bytes:
+def make_link(electorate: Electorate, term: ProvenTerm, number: int, endorsements: Iterable[Signed]) -> bytes:
     """The encoded link, with the endorsements in the order of their signers. Does not check them."""
     ordered = tuple(sorted(endorsements, key=lambda each: each.signer))
-    return encode(CommittedElectorate(electorate, term.term, term.backbone, ordered))
+    return encode(CommittedElectorate(electorate, term.term, number, term.backbone, ordered))
 
 
 def is_nominated(nomination: bytes, member: NodeId, swarm_digest: SwarmDigest, founder: NodeId) -> bool:

@@ -739,6 +739,8 @@ class ElectionCore:
             return
         if isinstance(message, AssentGrant):
             is_news = tenure.take_assent(message.assent, sender)
+        elif public_key_of(sender) not in tenure.electorate.members:
+            raise RemoteProtocolError("what it endorsed binds electors only", "not_an_elector")
         else:
             is_news = tenure.take_refusal(message.prepared)
         if is_news:

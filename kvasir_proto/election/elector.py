@@ -21,6 +21,7 @@ from kvasir_proto.election.lease import Promise, promised_until
 from kvasir_proto.election.options import ElectionOptions
 from kvasir_proto.election.prepared import Prepared, open_prepared, peek_prepared, sign_assent
 from kvasir_proto.election.readiness import sign_pre_vote
+from kvasir_proto.election.succession import OPEN_MIN
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import Epoch, NodeId, SwarmDigest, Term, node_id_of, public_key_of
 from kvasir_proto.instants import Duration, Instant, after, between
@@ -284,18 +285,19 @@ class Elector:
         Raises `RemoteProtocolError`: as `open_prepared` does, `not_the_backbone`, `no_elector`, `behind`,
         `endorsed_another`.
         """
-        prepared = open_prepared(message.prepared, self._knowledge.newest, self._swarm_digest)
+        prepared = peek_prepared(message.prepared)
         proposal, electorate = prepared.proposal, prepared.electorate
         self._require_proper(proposal, sender)
         if prepared.backbone != sender:
             raise RemoteProtocolError("prepared for another backbone", "not_the_backbone")
+        open_prepared(message.prepared, self._knowledge.newest, self._swarm_digest)
         if not self._may_change_to(electorate, proposal.ballot):
             raise RemoteProtocolError("this elector endorsed another electorate there", "endorsed_another")
         if self._prepared is None or self._prepared.proposal != proposal:
             self._prepared = prepared
             self._keep(prepared=message.prepared)
         term = ProvenTerm(proposal.epoch, proposal.term, sender)
-        return encode(endorse(self._private_key, self._swarm_digest, electorate, term))
+        return encode(endorse(self._private_key, self._swarm_digest, electorate, term, proposal.number))
 
     def _require_proper(self, proposal: Proposal, sender: NodeId) -> None:
         """What makes it a proposal at all, whatever is seen from here."""
@@ -306,6 +308,8 @@ class Elector:
             raise RemoteProtocolError("this elector has voted in a later term", "behind")
         if self._assented is not None and proposal.ballot < self._assented.ballot:
             raise RemoteProtocolError("this elector has assented to a later proposal", "behind")
+        if self._prepared is not None and proposal.ballot < self._prepared.proposal.ballot:
+            raise RemoteProtocolError("this elector has endorsed a later proposal", "behind")
         require_successor(electorate, knowledge.newest)
         if electorate.term > proposal.term:
             raise RemoteProtocolError("an electorate of a later term", "wrong_electorate")
@@ -343,8 +347,11 @@ class Elector:
         for public_key in sorted(set(newest.members) - set(electorate.members)):
             member = node_id_of(public_key)
             is_gone = member in self.view.dead or member in self.view.barred
-            # Where members may lie, a lying backbone must not drop the honest ones one by one.
-            may_go = is_gone or public_key in self._knowledge.liars or len(newest.members) < 4
+            # Where members may lie, a lying backbone must not drop the honest ones one by one, nor make
+            # three of four: three tolerate no liar.
+            count = len(newest.members)
+            may_go = is_gone and count != OPEN_MIN
+            may_go = may_go or public_key in self._knowledge.liars or count < OPEN_MIN
             if electorate.rule == "open" and not may_go:
                 raise RemoteProtocolError("it is not dead for all that is known here", "not_dead")
 

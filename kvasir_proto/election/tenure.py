@@ -53,6 +53,7 @@ class Tenure:
         self._wanted: tuple[tuple[bytes, ...], bytes] | None = None
         self.proposal: Proposal | None = None
         self._number = 0
+        self._passed_over = (0, 0, 0)
         self._assents: dict[bytes, Signed] = {}
         self._prepared = b""
         self._endorsements: dict[bytes, Signed] = {}
@@ -116,13 +117,23 @@ class Tenure:
 
     def drop_unanswered(self) -> frozenset[NodeId] | None:
         """Forget a proposal that no elector has endorsed but the one added, and say who would have come or
-        gone. None where there is none to forget."""
-        if self.proposal is None or self._is_finishing() or self._is_old_asked():
+        gone. None where there is none to forget.
+
+        What was to be finished and cannot be prepared again may be committed by nobody, so something else
+        gets its turn, and then it again: what electors are locked on they say.
+        """
+        if self.proposal is None or self._is_old_asked():
             return None
-        changed = set(self.proposal.electorate.members) ^ set(self.electorate.members)
+        self._passed_over = self._unfinished.proposal.ballot if self._unfinished is not None else (0, 0, 0)
+        changed = set() if self._unfinished is not None else self._changed()
+        self._unfinished = None
         self._wanted = None
         self._forget_proposal()
         return frozenset(map(node_id_of, changed))
+
+    def _changed(self) -> set[bytes]:
+        assert self.proposal is not None
+        return set(self.proposal.electorate.members) ^ set(self.electorate.members)
 
     def _forget_proposal(self) -> None:
         self.proposal = None
@@ -223,7 +234,10 @@ class Tenure:
         if self.proposal is None or self._prepared:
             return False
         prepared = open_prepared(data, self.electorate, self._swarm_digest)
-        if self._unfinished is not None and prepared.proposal.ballot <= self._unfinished.proposal.ballot:
+        ballot = prepared.proposal.ballot
+        if ballot <= self._passed_over:
+            return False
+        if self._unfinished is not None and ballot <= self._unfinished.proposal.ballot:
             return False
         self._unfinished = prepared
         self._forget_proposal()
@@ -238,11 +252,13 @@ class Tenure:
         signed = decode(data, SIGNED)
         if signed.signer != public_key or public_key not in {*electorate.members, *self.electorate.members}:
             raise RemoteProtocolError("an endorsement is by somebody who has no vote", "not_an_elector")
-        expected = Endorsement(*self.term, electorate.digest())
+        expected = Endorsement(
+            self.term.epoch, self.term.term, self.proposal.number, self.term.backbone, electorate.digest()
+        )
         if decode(signed.payload, ENDORSEMENT) != expected:
             return None  # of the proposal before this one
         verify(signed, Endorsement.kind, self._swarm_digest)
         self._endorsements[public_key] = signed
         if not commits(set(self._endorsements), electorate, self.electorate):
             return None
-        return make_link(electorate, self.term, self._endorsements.values())
+        return make_link(electorate, self.term, self.proposal.number, self._endorsements.values())

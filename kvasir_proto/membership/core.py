@@ -477,7 +477,7 @@ class MembershipCore:
             accuser = update.accuser if claim.state == "suspect" else entry.accuser
             self._believe(entry, merged, now, _REASON_HEARD[merged.state], accuser, source)
         elif known.state == "left" and (claim.incarnation, claim.state) == (known.incarnation, "dead"):
-            self._broadcasts.add(entry.key, FRESH)  # they missed its goodbye: who left is replaced sooner
+            self._broadcasts.add(entry.key)  # they missed its goodbye: who left is replaced sooner
         if (
             entry.suspicion is not None
             and claim.state == "suspect"

@@ -123,10 +123,10 @@ def test_votes_of_the_electorates_own_term_prove_nothing_but_endorsements_do() -
     """DESIGN 4: four of seven electors of a new electorate need not have voted in the term that made it."""
     of_this_term = dataclasses.replace(THREE, term=TERM.term)
     assert _refused(_votes(0, 1, electorate=of_this_term), of_this_term, of_this_term) == "wrong_term"
-    endorsed = [endorse(KEYS[each], SWARM, of_this_term, TERM) for each in (0, 1)]
+    endorsed = [endorse(KEYS[each], SWARM, of_this_term, TERM, 1) for each in (0, 1)]
     assert verify_term_proof(make_term_proof(of_this_term, TERM, endorsed), SWARM, of_this_term) == TERM
     later = dataclasses.replace(THREE, term=TERM.term + 1)
-    endorsed = [endorse(KEYS[each], SWARM, later, TERM) for each in (0, 1)]
+    endorsed = [endorse(KEYS[each], SWARM, later, TERM, 1) for each in (0, 1)]
     assert _refused(endorsed, later, later) == "wrong_term"
     other_epoch = dataclasses.replace(THREE, epoch=1)
     assert _refused(_votes(0, 1, electorate=other_epoch), other_epoch, other_epoch) == "wrong_term"

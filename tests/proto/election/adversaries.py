@@ -77,7 +77,7 @@ class liar:
         fence = max(self.swarm.proven)
         term = ProvenTerm(*fence, sender)
         other = successor_of(electorate, electorate.members, fence[1])
-        return [(sender, ElectorateEndorsement(encode(endorse(self.key, SWARM, other, term))))]
+        return [(sender, ElectorateEndorsement(encode(endorse(self.key, SWARM, other, term, 1))))]
 
     def act(self, now: int) -> Said:
         """Something hostile to everybody, a different thing each time."""

@@ -36,8 +36,8 @@ def link_to(before: Electorate, members: list[bytes]) -> bytes:
     """The next electorate, endorsed by everybody of both."""
     electorate = successor_of(before, members, 1)
     signers = sorted({*before.members, *members})
-    endorsements = tuple(endorse(KEYS[PUBLIC.index(each)], SWARM, electorate, TERM) for each in signers)
-    return encode(CommittedElectorate(electorate, 1, IDS[0], endorsements))
+    endorsements = tuple(endorse(KEYS[PUBLIC.index(each)], SWARM, electorate, TERM, 1) for each in signers)
+    return encode(CommittedElectorate(electorate, 1, 1, IDS[0], endorsements))
 
 
 def chain(length: int) -> list[bytes]:

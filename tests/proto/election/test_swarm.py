@@ -10,11 +10,20 @@ import random
 
 import pytest
 
-from kvasir_proto.election.configuration import Proposal, successor_of
+from kvasir_proto.codec import decode
+from kvasir_proto.election.configuration import PROPOSAL, Proposal, successor_of
 from kvasir_proto.election.prepared import make_prepared, open_assent, sign_assent
 from kvasir_proto.election.requests import ChangeElectorate, SetCandidacy, StepDown
 from kvasir_proto.ids import NodeId, node_id_of
-from kvasir_proto.messages.election import ElectionMessage, ElectorateProposal, PreVoteRequest, VoteRefusal
+from kvasir_proto.messages.election import (
+    AssentGrant,
+    AssentRefusal,
+    AssentRequest,
+    ElectionMessage,
+    ElectorateProposal,
+    PreVoteRequest,
+    VoteRefusal,
+)
 from kvasir_proto.term_proof import ElectorateRule
 from tests.proto.election.adversaries import double_voter, hoarder, liar, ready_double_voter
 from tests.proto.election.swarm import IDS, KEYS, SWARM, Adversary, Faults, Swarm, lease_ms, settled
@@ -224,6 +233,31 @@ def test_one_that_never_assents_keeps_no_other_from_being_an_elector(is_silent: 
     swarm.run(60_000)
     assert second not in electors(swarm)
     assert first in electors(swarm)
+
+
+def test_what_one_who_is_no_elector_endorsed_freezes_no_founder() -> None:
+    """A newcomer assents, endorses nothing when it is shown what was prepared, and later refuses with it."""
+    swarm = Swarm(4, 4, rule="pinned")
+    shown: list[bytes] = []
+
+    def receive(message: ElectionMessage, sender: NodeId) -> list[tuple[NodeId, ElectionMessage]]:
+        if isinstance(message, AssentRequest):
+            proposal = decode(message.proposal, PROPOSAL)
+            return [(sender, AssentGrant(sign_assent(KEYS[1], SWARM, proposal, sender)))]
+        if isinstance(message, ElectorateProposal):
+            shown.append(message.prepared)
+        return []
+
+    def act(now: int) -> list[tuple[NodeId, ElectionMessage]]:
+        return [(IDS[0], AssentRefusal(shown[0]))] if shown else []
+
+    swarm.corrupt(1, Adversary(receive, act))
+    swarm.start_all()
+    swarm.run(8_000)
+    assert shown
+    assert electors(swarm) == [0, 2, 3]
+    refused = [dict(each.fields) for each in swarm.notices if each.event == "election_message_refused"]
+    assert {"kind": "assent_refusal", "code": "not_an_elector", "node": IDS[1]} in refused
 
 
 def leave_unfinished(swarm: Swarm, endorsers: int) -> int:
