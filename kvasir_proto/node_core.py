@@ -845,9 +845,13 @@ class NodeCore:
 
     def _state_of_backbone(self, fence: ProvenTerm) -> tuple[NodeState, str]:
         if self._election.lease_until is None:
+            electorate = self._election.electorate
+            n_seen = sum(self._is_live(node_id_of(each)) for each in electorate.members)
+            seen = f"{n_seen} of {len(electorate.members)} electors are seen here"
+            lease = f"the lease of ({fence.epoch}, {fence.term})"
             return (
                 "isolated",
-                f"no quorum of the electorate grants the lease of ({fence.epoch}, {fence.term})",
+                f"no quorum of the electorate grants {lease}: {seen}, {electorate.quorum} are needed",
             )
         plan = self._plan
         if plan is None or not _is_of(plan, fence):
@@ -855,7 +859,8 @@ class NodeCore:
                 each != self._node_id and standing.is_live and _is_worker(standing.record)
                 for each, standing in self._standing.items()
             )
-            waits = f"{n_workers} workers are there" if n_workers else "no worker has joined"
+            there = "1 worker is there" if n_workers == 1 else f"{n_workers} workers are there"
+            waits = there if n_workers else "no worker has joined"
             return "joining", f"no plan yet: {waits}"
         coverage, missing = self._coverage()
         assert coverage is not None
