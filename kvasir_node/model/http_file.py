@@ -224,11 +224,16 @@ class HttpFile:
         kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         try:
             connection = kind(netloc, timeout=left_s)
+        except (http.client.HTTPException, ValueError) as error:
+            raise _Interrupted(_reason_of(error)) from error
+        try:
             connection.connect()
             address = str(connection.sock.getpeername()[0])
         except ssl.SSLCertVerificationError as error:
+            connection.close()
             raise SourceFailed(f"{self.name} cannot be used: {error.verify_message}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()  # connected or not: a server may cut it before it is asked who it is
             raise _Interrupted(_reason_of(error)) from error
         if self._is_public is None:
             self._is_public = is_public(address)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import http.client
 import ipaddress
 import itertools
 import random
@@ -265,6 +267,32 @@ def test_nobody_there_is_said() -> None:
         url = ModelUrl(f"http://127.0.0.1:{unused.getsockname()[1]}/model")
         with pytest.raises(SourceFailed, match="attempts in a row: Connection refused"):
             HttpFile(url, IMPATIENT)
+
+
+def test_a_connection_that_is_cut_before_the_server_is_known_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever resets at once leaves a socket that is connected to nobody."""
+    connected: list[socket.socket] = []
+    real = http.client.HTTPConnection.connect
+
+    def cut(connection: http.client.HTTPConnection) -> None:
+        real(connection)
+        connected.append(connection.sock)
+        monkeypatch.setattr(connection, "sock", _Nobody(connection.sock))
+
+    class _Nobody:
+        def __init__(self, sock: socket.socket) -> None:
+            self.close = sock.close
+
+        def getpeername(self) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", cut)
+    with serving(files=MODEL) as server, pytest.raises(SourceFailed, match="attempts in a row"):
+        opened(server).__enter__()
+    assert len(connected) == IMPATIENT.attempts_max
+    assert all(each.fileno() == -1 for each in connected)
 
 
 PUBLIC: dict[str, bool] = {
