@@ -1361,9 +1361,10 @@ class NodeCore:
             electors,
             self._swarm.manifest.electorate,
             self._node_id,
-            eligible=[each for each in eligible if each in electors or each not in put_off],
-            dead=dead - put_off,
+            eligible=eligible,
+            dead=dead,
             convicted=self._election.convicted,
+            put_off=put_off,
         )
         if members is None:
             if put_off:

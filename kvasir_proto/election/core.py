@@ -558,7 +558,6 @@ class ElectionCore:
         self._candidacy = None
         self._failures = 0
         self._tenure = Tenure(
-            self._private_key,
             self._swarm_digest,
             term,
             candidacy.electorate,

@@ -23,7 +23,7 @@ from kvasir_proto.ids import Epoch, NodeId, NodeIdField, SwarmDigest, Term
 from kvasir_proto.limits import ELECTORS_MAX, Digest, Length, Sequence63
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.election import BALLOT_SIZE_MAX, PREPARED_SIZE_MAX
-from kvasir_proto.signing import SIGNED, Signed, sign, verify
+from kvasir_proto.signing import Signed, sign, verify
 from kvasir_proto.term_proof import Electorate
 
 
@@ -67,14 +67,13 @@ def sign_assent(
     return encode(sign(elector_key, Assent.kind, swarm_digest, encode(_assent_to(proposal, backbone))))
 
 
-def open_assent(data: bytes, swarm_digest: SwarmDigest, proposal: Proposal, backbone: NodeId) -> Signed:
-    """The assent to this proposal in these bytes, its signature verified.
-
-    Raises `RemoteProtocolError`: as `decode` and `verify` do, or `wrong_vote` if it is to another proposal.
+def verify_assent(signed: Signed, swarm_digest: SwarmDigest, proposal: Proposal, backbone: NodeId) -> None:
+    """Raise `RemoteProtocolError` unless this is an assent to this proposal: as `decode` and `verify` do, or
+    `wrong_vote`.
     """
-    signed = decode(data, SIGNED)
-    _verify(signed, swarm_digest, _assent_to(proposal, backbone))
-    return signed
+    if signed.payload_kind != Assent.kind or decode(signed.payload, ASSENT) != _assent_to(proposal, backbone):
+        raise RemoteProtocolError("an assent is to something else", "wrong_vote")
+    verify(signed, Assent.kind, swarm_digest)
 
 
 def make_prepared(proposal: Proposal, backbone: NodeId, assents: Iterable[Signed]) -> bytes:
@@ -99,9 +98,8 @@ def open_prepared(data: bytes, predecessor: Electorate, swarm_digest: SwarmDiges
         raise RemoteProtocolError("an elector is counted twice", "voted_twice")
     if not commits(set(assenters), electorate, predecessor):
         raise RemoteProtocolError("too few electors assented to this electorate", "no_quorum")
-    expected = _assent_to(prepared.proposal, prepared.backbone)
     for signed in prepared.assents:
-        _verify(signed, swarm_digest, expected)
+        verify_assent(signed, swarm_digest, prepared.proposal, prepared.backbone)
     return prepared
 
 
@@ -115,9 +113,3 @@ def peek_prepared(data: bytes) -> Prepared:
 
 def _assent_to(proposal: Proposal, backbone: NodeId) -> Assent:
     return Assent(*proposal.ballot, backbone, proposal.electorate.digest())
-
-
-def _verify(signed: Signed, swarm_digest: SwarmDigest, expected: Assent) -> None:
-    if signed.payload_kind != Assent.kind or decode(signed.payload, ASSENT) != expected:
-        raise RemoteProtocolError("an assent is to something else", "wrong_vote")
-    verify(signed, Assent.kind, swarm_digest)

@@ -29,17 +29,20 @@ def next_electorate(
     eligible: Sequence[NodeId],
     dead: Set[NodeId] = frozenset(),
     convicted: Set[NodeId] = frozenset(),
+    put_off: Set[NodeId] = frozenset(),
 ) -> tuple[NodeId, ...] | None:
     """The members of the next electorate, sorted, or None where the present one is right.
 
     `members` are the present ones. `eligible` are living nodes that may be electors, best first, members
     among them or not: nominated ones where the electorate is pinned. `dead` are nodes silent for longer than
-    `dead_after`, `convicted` those with evidence against them; a member in neither is worth keeping. Ask
-    again after each change: sizes like two are only passed through.
+    `dead_after`, `convicted` those with evidence against them; a member in neither is worth keeping.
+    `put_off` are those whose coming or going was tried in vain a moment ago: others go first. Ask again after
+    each change: sizes like two are only passed through.
     """
     current = sorted(set(members))
+    dead = dead - put_off
     candidates = [each for each in dict.fromkeys(eligible) if each not in convicted and each not in dead]
-    newcomers = [each for each in candidates if each not in current]
+    newcomers = [each for each in candidates if each not in current and each not in put_off]
     kept = [each for each in current if each not in convicted and each not in dead]
     target = max(size for size in _TARGETS[rule] if size <= max(1, len(kept) + len(newcomers)))
     wanted = [*kept, *newcomers][:target]  # whoever has a vote and lives keeps it

@@ -7,12 +7,10 @@ until the electorate of the first has granted a lease of its own.
 
 from __future__ import annotations
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.election.configuration import Proposal, commits, make_link, successor_of
 from kvasir_proto.election.lease import usable_until
-from kvasir_proto.election.prepared import Prepared, make_prepared, open_assent, open_prepared
+from kvasir_proto.election.prepared import Prepared, make_prepared, open_prepared, verify_assent
 from kvasir_proto.election.quorum import instant_of_quorum
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of, public_key_of
@@ -30,14 +28,12 @@ class Tenure:
 
     def __init__(
         self,
-        private_key: Ed25519PrivateKey,
         swarm_digest: SwarmDigest,
         term: ProvenTerm,
         electorate: Electorate,
         lease: Duration,
         unfinished: Prepared | None,
     ) -> None:
-        self._private_key = private_key
         self._swarm_digest = swarm_digest
         self._lease = lease
         self.term = term
@@ -125,7 +121,7 @@ class Tenure:
         if self.proposal is None or self._is_old_asked():
             return None
         self._passed_over = self._unfinished.proposal.ballot if self._unfinished is not None else (0, 0, 0)
-        changed = set() if self._unfinished is not None else self._changed()
+        changed = set() if self._is_finishing() else self._changed()
         self._unfinished = None
         self._wanted = None
         self._forget_proposal()
@@ -193,9 +189,8 @@ class Tenure:
         return tuple(node_id_of(each) for each in sorted(asked) if each not in self._endorsements)
 
     def _is_finishing(self) -> bool:
-        """Whether the proposal is of what an earlier backbone left, and what may be committed."""
-        assert self.proposal is not None
-        return self._unfinished is not None and self.proposal.electorate == self._unfinished.electorate
+        """Whether the proposal is of what an earlier backbone left: nothing else is proposed before that."""
+        return self._unfinished is not None
 
     def _is_old_asked(self) -> bool:
         assert self.proposal is not None
@@ -214,13 +209,9 @@ class Tenure:
         proposal, public_key = self.proposal, public_key_of(sender)
         if proposal is None or self._prepared or public_key in self._assents:
             return False
-        signed = decode(data, SIGNED)
-        if signed.signer != public_key or public_key not in {
-            *proposal.electorate.members,
-            *self.electorate.members,
-        }:
-            raise RemoteProtocolError("an assent is by somebody who has no vote", "not_an_elector")
-        self._assents[public_key] = open_assent(data, self._swarm_digest, proposal, self.term.backbone)
+        signed = self._signed_by(data, public_key)
+        verify_assent(signed, self._swarm_digest, proposal, self.term.backbone)
+        self._assents[public_key] = signed
         is_prepared = commits(set(self._assents), proposal.electorate, self.electorate)
         if is_prepared and (self._is_finishing() or self._added() <= self._assents.keys()):
             self._prepared = make_prepared(proposal, self.term.backbone, self._assents.values())
@@ -249,9 +240,7 @@ class Tenure:
         if self.proposal is None or public_key in self._endorsements:
             return None
         electorate = self.proposal.electorate
-        signed = decode(data, SIGNED)
-        if signed.signer != public_key or public_key not in {*electorate.members, *self.electorate.members}:
-            raise RemoteProtocolError("an endorsement is by somebody who has no vote", "not_an_elector")
+        signed = self._signed_by(data, public_key)
         expected = Endorsement(
             self.term.epoch, self.term.term, self.proposal.number, self.term.backbone, electorate.digest()
         )
@@ -262,3 +251,14 @@ class Tenure:
         if not commits(set(self._endorsements), electorate, self.electorate):
             return None
         return make_link(electorate, self.term, self.proposal.number, self._endorsements.values())
+
+    def _signed_by(self, data: bytes, public_key: bytes) -> Signed:
+        """An assent or endorsement of that elector, old or new; its signature is still to be verified."""
+        assert self.proposal is not None
+        signed = decode(data, SIGNED)
+        if signed.signer != public_key or public_key not in {
+            *self.proposal.electorate.members,
+            *self.electorate.members,
+        }:
+            raise RemoteProtocolError("it is by somebody who has no vote", "not_an_elector")
+        return signed

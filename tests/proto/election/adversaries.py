@@ -6,7 +6,7 @@ import random
 
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.election.configuration import PROPOSAL, Proposal, make_recovery, successor_of
-from kvasir_proto.election.prepared import make_prepared, open_assent, sign_assent
+from kvasir_proto.election.prepared import make_prepared, sign_assent
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.release import make_release
 from kvasir_proto.ids import NodeId, node_id_of
@@ -27,6 +27,7 @@ from kvasir_proto.messages.election import (
     VoteRefusal,
     VoteRequest,
 )
+from kvasir_proto.signing import SIGNED
 from kvasir_proto.term_proof import Electorate, ProvenTerm, cast_vote, endorse, make_term_proof
 from tests.proto.election.swarm import IDS, KEYS, SWARM, Adversary, Swarm
 
@@ -102,9 +103,7 @@ class liar:
             mine = successor_of(electorate, [self.key.public_key().public_bytes_raw()], top)
             proposal = Proposal(epoch, top, 1, mine, b"")
             proof = make_term_proof(electorate, term, [vote])
-            assent = open_assent(
-                sign_assent(self.key, SWARM, proposal, self.node_id), SWARM, proposal, self.node_id
-            )
+            assent = decode(sign_assent(self.key, SWARM, proposal, self.node_id), SIGNED)
             prepared = make_prepared(proposal, self.node_id, [assent])
             said = [
                 AssentRequest(encode(proposal), proof, prepared),

@@ -344,14 +344,14 @@ class Swarm:
             return
         present = [node_id_of(each) for each in core.electorate.members]
         eligible = alive if len(present) < self.electors_max else [each for each in alive if each in present]
-        put_off = core.put_off(self.nodes[number].instant(self.now))
         wanted = next_electorate(
             present,
             self.rule,
             IDS[number],
-            eligible=[each for each in eligible if each in present or each not in put_off],
-            dead=dead - put_off,
+            eligible=eligible,
+            dead=dead,
             convicted=core.convicted,
+            put_off=core.put_off(self.nodes[number].instant(self.now)),
         )
         if wanted is not None:
             added = [each for each in wanted if each not in present]

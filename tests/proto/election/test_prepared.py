@@ -28,7 +28,7 @@ from kvasir_proto.election.configuration import (
 from kvasir_proto.election.elector import Elector, MemberView
 from kvasir_proto.election.knowledge import ProvenKnowledge
 from kvasir_proto.election.options import LAN
-from kvasir_proto.election.prepared import PREPARED, make_prepared, open_assent, open_prepared, sign_assent
+from kvasir_proto.election.prepared import PREPARED, make_prepared, open_prepared, sign_assent
 from kvasir_proto.election.quorum import liars_max
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.tenure import Tenure
@@ -162,8 +162,8 @@ class Decision:
             return False
         tenure = None
         if not lies:
-            key, term = KEYS[backbone], candidacy.term
-            tenure = Tenure(key, SWARM, term, self.present, LAN.lease, candidacy.unfinished)
+            term = candidacy.term
+            tenure = Tenure(SWARM, term, self.present, LAN.lease, candidacy.unfinished)
             request = tenure.ask(Instant(1))
             for member in self.present.members:
                 tenure.take_grant(node_id_of(member), request)
@@ -265,7 +265,7 @@ class Decision:
         message: AssentRequest | ElectorateProposal
         message = AssentRequest(encode(proposal), proof, entropy.choice([b"", *self.shown]))
         if commits({PUBLIC[each] for each in assents}, proposal.electorate, self.present):
-            opened = [open_assent(each, SWARM, proposal, IDS[backbone]) for each in assents.values()]
+            opened = [decode(each, SIGNED) for each in assents.values()]
             message = ElectorateProposal(make_prepared(proposal, IDS[backbone], opened), proof)
         for number in self.honest:
             if entropy.random() < 0.5:
@@ -348,7 +348,7 @@ def removal(present: Electorate, member: int, term: int = 4, number: int = 1) ->
 
 def prepared_by(proposal: Proposal, assenters: Iterable[int], backbone: int = 0) -> bytes:
     signed = [sign_assent(KEYS[each], SWARM, proposal, IDS[backbone]) for each in assenters]
-    opened = [open_assent(each, SWARM, proposal, IDS[backbone]) for each in signed]
+    opened = [decode(each, SIGNED) for each in signed]
     return make_prepared(proposal, IDS[backbone], opened)
 
 
@@ -392,7 +392,7 @@ def test_a_backbone_hears_from_a_refusal_what_no_voter_knew() -> None:
     """The elector that endorsed it had no vote to give; without it there is no quorum now."""
     present = place("open", 4)
     nodes, proof = elected(present)
-    tenure = Tenure(KEYS[0], SWARM, ProvenTerm(0, 4, IDS[0]), present, LAN.lease, None)
+    tenure = Tenure(SWARM, ProvenTerm(0, 4, IDS[0]), present, LAN.lease, None)
     request = tenure.ask(Instant(1))
     for member in present.members:
         tenure.take_grant(node_id_of(member), request)
@@ -476,7 +476,7 @@ def test_a_lying_backbone_of_one_term_and_four_ballots_commits_one_electorate(
                 answer = nodes[each].ask(request, L)
                 if isinstance(answer, AssentGrant):
                     assents.append(answer.assent)
-            opened = [open_assent(each, SWARM, proposal, IDS[L]) for each in assents]
+            opened = [decode(each, SIGNED) for each in assents]
             prepared[name, number] = make_prepared(proposal, IDS[L], opened)
             continue
         message = ElectorateProposal(prepared[name, number], proof)
@@ -543,7 +543,7 @@ def test_an_open_electorate_of_four_loses_nobody_but_a_proven_liar() -> None:
 def test_what_cannot_be_prepared_again_gives_something_else_its_turn() -> None:
     """A liar shows what it got prepared as a backbone and never told anybody, of one who is gone by now."""
     present = place("open", 4)
-    tenure = Tenure(KEYS[0], SWARM, ProvenTerm(0, 5, IDS[0]), present, LAN.lease, None)
+    tenure = Tenure(SWARM, ProvenTerm(0, 5, IDS[0]), present, LAN.lease, None)
     request = tenure.ask(Instant(1))
     for member in present.members:
         tenure.take_grant(node_id_of(member), request)

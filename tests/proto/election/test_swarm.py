@@ -12,7 +12,7 @@ import pytest
 
 from kvasir_proto.codec import decode
 from kvasir_proto.election.configuration import PROPOSAL, Proposal, successor_of
-from kvasir_proto.election.prepared import make_prepared, open_assent, sign_assent
+from kvasir_proto.election.prepared import make_prepared, sign_assent
 from kvasir_proto.election.requests import ChangeElectorate, SetCandidacy, StepDown
 from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.messages.election import (
@@ -24,6 +24,7 @@ from kvasir_proto.messages.election import (
     PreVoteRequest,
     VoteRefusal,
 )
+from kvasir_proto.signing import SIGNED
 from kvasir_proto.term_proof import ElectorateRule
 from tests.proto.election.adversaries import double_voter, hoarder, liar, ready_double_voter
 from tests.proto.election.swarm import IDS, KEYS, SWARM, Adversary, Faults, Swarm, lease_ms, settled
@@ -274,7 +275,7 @@ def leave_unfinished(swarm: Swarm, endorsers: int) -> int:
     electorate = successor_of(core.electorate, remaining, core.fence.term)
     proposal = Proposal(core.fence.epoch, core.fence.term, 100, electorate, b"")
     assents = [sign_assent(KEYS[each], SWARM, proposal, IDS[backbone]) for each in (backbone, *others)]
-    opened = [open_assent(each, SWARM, proposal, IDS[backbone]) for each in assents]
+    opened = [decode(each, SIGNED) for each in assents]
     message = ElectorateProposal(make_prepared(proposal, IDS[backbone], opened), core.proof)
     for number in others[:endorsers]:
         elector = swarm.nodes[number].core
