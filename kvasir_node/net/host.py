@@ -199,8 +199,10 @@ class Libp2pHost:
                 f"node {node_id} did not answer the opening of a stream in time"
             ) from None
         except Exception as error:  # libp2p raises many types here, none documented
-            reason = f"{type(error).__name__}: {error}"
-            raise TransportUnavailable(f"cannot open a stream to node {node_id}: {reason}") from error
+            log.debug("stream_not_opened", node=node_id, protocol=protocol, error=repr(error))
+            raise TransportUnavailable(
+                f"no stream to node {node_id}: the connection broke, or it does not speak {protocol}"
+            ) from error
         control = Libp2pControlStream(stream, node_id, self._options.frame_size_max)
         self._tasks.start_soon(self._converse, node_id, control)
         return control
