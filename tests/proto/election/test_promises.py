@@ -349,7 +349,7 @@ def test_each_proposal_of_a_term_has_a_number_of_its_own_and_begins_with_nothing
             assent_by(tenure, each)
         assert isinstance(tenure.proposal_message(b""), ElectorateProposal)
         assert not tenure.want(present.members[:4], b""), "one at a time"
-        assert tenure.drop_unanswered() == {IDS[member]}
+        assert tenure.drop_unanswered() == frozenset({IDS[member]})
     assert len(set(numbers)) == 2
 
 
