@@ -27,6 +27,8 @@ CONTROL_PROTOCOL: Final = "/kvasir/control/1.0.0"
 """Streams of one conversation each: a worker and its backbone, a request and its answer."""
 CORE_PROTOCOL: Final = "/kvasir/core/1"
 """The stream that carries the cores' messages between two nodes, for as long as they have any."""
+SESSION_PROTOCOL: Final = "/kvasir/session/1"
+"""Streams of one session each, from a gateway's node to the backbone."""
 
 
 class ControlStream(Protocol):
@@ -77,11 +79,14 @@ class Host(Connector, Protocol):
         self,
         handler: Callable[[NodeId, Any], Awaitable[None]],
         protocol: str = CONTROL_PROTOCOL,
+        *,
+        streams_per_node_max: int | None = None,
     ) -> None:
         """Serve the streams of one protocol that others open; each ends when ``handler`` returns or raises.
 
         Its first argument is the proved id of the node, its second a `ControlStream` on which the first
-        message is there to be received.
+        message is there to be received. One node may have ``streams_per_node_max`` of them open, beside those
+        that it may have of all other protocols together; None: they count among these.
         """
 
 

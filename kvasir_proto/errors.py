@@ -68,6 +68,10 @@ class NotReady(KvasirError):
     """The swarm cannot serve this now, and the message says why; trying again later may help."""
 
 
+class Busy(NotReady):
+    """As much as can be done is being done, or waits to be."""
+
+
 class NoHolderLeft(KvasirError):
     """No holder of some expert could answer within its deadline, so the step could not be finished.
 

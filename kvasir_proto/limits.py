@@ -141,6 +141,8 @@ ExpertCount: TypeAlias = Annotated[int, Range(1, EXPERTS_MAX)]
 ExpertIndex: TypeAlias = Annotated[int, Range(0, EXPERTS_MAX - 1)]
 Position: TypeAlias = Annotated[int, Range(0, CONTEXT_LENGTH_MAX)]
 PositionCount: TypeAlias = Annotated[int, Range(1, CONTEXT_LENGTH_MAX)]
+TokenCount: TypeAlias = Annotated[int, Range(0, CONTEXT_LENGTH_MAX)]
+"""Tokens of a session."""
 Token: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
 Seed: TypeAlias = Annotated[int, Range(0, UINT64_MAX)]
 ExitCode: TypeAlias = Annotated[int, Range(0, 255)]

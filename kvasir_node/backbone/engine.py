@@ -452,11 +452,14 @@ class BackboneEngine:
     def _hand_over(self, message: Generate, prompt: tuple[int, ...], deadline: Instant) -> None:
         assert self._sessions is not None
         assert self._reports is not None
+        if message.n_emitted and message.n_emitted >= len(prompt):
+            raise UsageError("a session has a prompt before what was emitted of it")
         ends = frozenset(message.end_tokens)
         opened = Open(message.session, message.client, prompt, message.n_tokens, ends, deadline)
-        self._reports.begin(message.session, len(prompt))
+        self._reports.begin(message.session, len(prompt) - message.n_emitted)
+        wanted = WantedSession(opened, message.sampling, message.n_top, message.n_emitted)
         try:
-            has_place = self._sessions.open(WantedSession(opened, message.sampling, message.n_top))
+            has_place = self._sessions.open(wanted)
         except BaseException:
             self._reports.forget(message.session)
             raise

@@ -33,6 +33,7 @@ from kvasir_proto.accusations import Accuse
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.election.requests import LeaseHeld, LeaseLost, TermFollowed, TermVoided
 from kvasir_proto.errors import (
+    Busy,
     EngineFailed,
     KvasirError,
     NoRoomOnDisk,
@@ -384,12 +385,12 @@ class BackboneDuty:
         """Run one session; ``emit`` gets each token. If cancelled, the session is cancelled too.
 
         ``note_opened`` is called when it has its place, maybe in a queue. Raises `NotReady` when some expert
-        has no holder, when too many sessions wait, and when this node is not the backbone or ceases to be it
-        meanwhile.
+        has no holder, and when this node is not the backbone or ceases to be it meanwhile; `Busy` when too
+        many sessions wait.
         """
         engine = self._ready_engine()
         if len(self._sessions) >= SESSIONS_MAX:
-            raise NotReady(f"{SESSIONS_MAX} sessions are waiting already")
+            raise Busy(f"{SESSIONS_MAX} sessions are waiting already")
         session_id = wanted.session
         # Room for all of them: a client that reads slowly must not hold up what the engine says to others.
         tokens_in, tokens_out = trio.open_memory_channel[TokenEmitted](wanted.n_tokens)
@@ -405,7 +406,8 @@ class BackboneDuty:
             # The session counts as running until the engine has ended it.
             with contextlib.suppress(EngineFailed), trio.CancelScope(shield=True):
                 with trio.move_on_after(CANCEL_TIMEOUT_S):
-                    await engine.send(CancelSession(session_id))
+                    if not session.end_of_reign:  # else it is told already, behind the end of the lease
+                        await engine.send(CancelSession(session_id))
                     async for _ in tokens_out:
                         pass
             raise
@@ -447,6 +449,11 @@ class BackboneDuty:
             self._note_change()
         self._rows_retried_total += reply.rows_retried
         return EvaluateReply(reply.positions, reply.hook_calls, reply.rows_retried)
+
+    @property
+    def reign_version(self) -> tuple[int, int] | None:
+        """The (epoch, term) of the reign that lasts; None while this node is not the backbone."""
+        return self._reign.version if self._reign is not None else None
 
     def _ready_engine(self) -> EnginePort:
         state, reason = self.state()

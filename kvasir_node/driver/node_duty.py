@@ -21,17 +21,27 @@ from kvasir_node import __version__
 from kvasir_node.backoff import retry_delay_s
 from kvasir_node.driver.auditor_duty import AuditorDuty
 from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
+from kvasir_node.driver.completions import SwarmCompletions
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
 from kvasir_node.driver.manifest_exchange import ManifestPieces, fetch_manifest
+from kvasir_node.driver.session_server import SESSIONS_PER_NODE_MAX, SessionServer
 from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
-from kvasir_node.ports import ControlStream, EngineStarter, ExpertKeeper, Host, NetworkStarter, SwarmNetwork
+from kvasir_node.ports import (
+    SESSION_PROTOCOL,
+    ControlStream,
+    EngineStarter,
+    ExpertKeeper,
+    Host,
+    NetworkStarter,
+    SwarmNetwork,
+)
 from kvasir_node.swarm_files import KnownSwarm
 from kvasir_node.telemetry import get_logger
 from kvasir_proto import PROTOCOL_VERSION
@@ -187,6 +197,7 @@ class NodeDuty:
         self._holder: HolderDuty | None = None
         self._backbone: BackboneDuty | None = None
         self._auditor: AuditorDuty | None = None
+        self._completions: SwarmCompletions | None = None
         self._signed_certificate = b""
         self._invites: dict[bytes, trio.MemorySendChannel[Invite]] = {}
 
@@ -307,6 +318,22 @@ class NodeDuty:
             experts=self._keeper(model),
             audited=self._keeper(model),
         )
+        sessions = SessionServer(node_id=self._host.node_id, core=core, runner=self._backbone)
+        self._host.set_stream_handler(
+            sessions.serve_stream, SESSION_PROTOCOL, streams_per_node_max=SESSIONS_PER_NODE_MAX
+        )
+        self._completions = SwarmCompletions(
+            node_id=self._host.node_id,
+            term=core.view().fence,
+            open_stream=self._open_session_stream,
+            serve=sessions.serve,
+            now=self._now,
+        )
+
+    async def _open_session_stream(self, node_id: NodeId) -> ControlStream:
+        assert self._network is not None
+        await self._network.reach(node_id)
+        return await self._host.open_stream(node_id, SESSION_PROTOCOL)
 
     def _keeper(self, model: StoredModel) -> ExpertKeeper | None:
         return None if self._keep_experts is None else self._keep_experts(model)
@@ -491,11 +518,13 @@ class NodeDuty:
         assert self._holder is not None
         assert self._backbone is not None
         assert self._auditor is not None
+        assert self._completions is not None
         async for event in core.events:
             self._take_event(event)
             self._holder.take_event(event)
             self._auditor.take_event(event)
             self._backbone.take_event(event)
+            self._completions.take_event(event)
             if core.view().state == "ready":
                 self._last_error.note_ready()
 
@@ -571,6 +600,13 @@ class NodeDuty:
         if self._backbone is None:
             raise NotReady(f"this node is joining: {self._contact}")
         return self._backbone
+
+    @property
+    def completions(self) -> SwarmCompletions:
+        """Sessions on whichever node is the backbone. Raises `NotReady` before it has entered its swarm."""
+        if self._completions is None:
+            raise NotReady(f"this node is joining: {self._contact}")
+        return self._completions
 
     async def ping(self, node_id: NodeId) -> int:
         """The time in nanoseconds that another node takes to answer on a control stream.

@@ -84,7 +84,9 @@ class HostOptions:
     connections_max: int = 512
     """Of them, an eighth is kept for those we dial, so that strangers cannot shut us in."""
     streams_per_node_max: int = 16
-    """Streams one node may have open to us at a time, whatever they are for."""
+    """Streams one node may have open to us at a time, whatever they are for; but see
+    `Libp2pHost.set_stream_handler`.
+    """
     frame_size_max: int = SWARM_FRAME_SIZE_MAX
     dial_timeout_s: float = 10.0
     """For connecting to a node at all its addresses together, and for opening a stream."""
@@ -110,6 +112,9 @@ class Libp2pHost:
         self._known: dict[NodeId, tuple[str, ...]] = {}
         self._dialling: dict[NodeId, trio.Lock] = {}
         self._streams_of: Counter[NodeId] = Counter()
+        self._allowances: dict[str, int] = {}
+        """Protocols whose streams have a bound of their own for each node."""
+        self._allowed: Counter[tuple[NodeId, str]] = Counter()
         self._conversations: Counter[NodeId] = Counter()
         self._used_at_s: dict[NodeId, float] = {}
         self._stack = AsyncExitStack()
@@ -143,13 +148,22 @@ class Libp2pHost:
         """Whether there is a connection to that node that is not known to be dead."""
         return bool(self._live(libp2p_id_of(node_id)))
 
-    def set_stream_handler(self, handler: StreamHandler, protocol: str = CONTROL_PROTOCOL) -> None:
+    def set_stream_handler(
+        self,
+        handler: StreamHandler,
+        protocol: str = CONTROL_PROTOCOL,
+        *,
+        streams_per_node_max: int | None = None,
+    ) -> None:
         """Serve the streams of this protocol that others open with `handler`.
 
         It is called, in a task of its own, once the first message is there to be received. When it returns
-        the stream is closed; when it raises the stream is reset, the error logged, and the node goes on.
+        the stream is closed; when it raises the stream is reset, the error logged, and the node goes on. With
+        `streams_per_node_max` these streams do not count among a node's others, and have that bound.
         """
         self._handlers[protocol] = handler
+        if streams_per_node_max is not None:
+            self._allowances[protocol] = streams_per_node_max
         if self._host is not None and protocol != CONTROL_PROTOCOL:
             self._host.set_stream_handler(protocol, partial(self._serve, protocol))
 
@@ -433,8 +447,29 @@ class Libp2pHost:
             self._used_at_s[node_id] = trio.current_time()
 
     async def _serve(self, protocol: str, stream: Any) -> None:
-        """Serve a stream of whole messages that another node opened."""
+        """Serve a stream that another node opened, within what it may have open of this protocol."""
         node_id = NodeId(str(stream.muxed_conn.peer_id))
+        allowance = self._allowances.get(protocol)
+        if allowance is None:
+            await self._serve_messages(node_id, protocol, stream)
+            return
+        key = (node_id, protocol)
+        if self._allowed[key] >= allowance:
+            log.warning("stream_refused", node=node_id, reason=f"too many streams of {protocol}")
+            await stream.reset()
+            return
+        self._streams_of[node_id] -= 1
+        self._allowed[key] += 1
+        try:
+            await self._serve_messages(node_id, protocol, stream)
+        finally:
+            self._streams_of[node_id] += 1
+            self._allowed[key] -= 1
+            if not self._allowed[key]:
+                del self._allowed[key]
+
+    async def _serve_messages(self, node_id: NodeId, protocol: str, stream: Any) -> None:
+        """Serve a stream of whole messages."""
         control = Libp2pControlStream(stream, node_id, self._options.frame_size_max)
         self._tasks.start_soon(self._converse, node_id, control)
         try:

@@ -54,6 +54,7 @@ from kvasir_proto.limits import (
     SignedBytes,
     ThreadCount,
     Token,
+    TokenCount,
     Tokens,
     TopTokenCount,
     TopTokens,
@@ -557,7 +558,8 @@ class Generate:
     """Start a session. `prompt` is text, or None and `token_ids` is the prompt.
 
     It ends with the model's own end of a text, or with one of `end_tokens`. `client` is whose turn it takes.
-    With `n_top`, so many of the likeliest tokens' log-probabilities come with each token, and its own.
+    With `n_top`, so many of the likeliest tokens' log-probabilities come with each token, and its own. The
+    last `n_emitted` of `token_ids` are no prompt: they were emitted before, elsewhere.
     """
 
     kind: ClassVar[str] = "generate"
@@ -570,6 +572,7 @@ class Generate:
     client: Word = "local"
     end_tokens: EndTokens = ()
     n_top: TopTokenCount | None = None
+    n_emitted: TokenCount = 0
 
 
 @dataclass(frozen=True, slots=True)

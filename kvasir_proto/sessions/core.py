@@ -207,7 +207,7 @@ class SessionCore:
         if not n_prompt:
             self._refuse(opened, "empty_prompt", "the prompt is empty", None)
             return
-        if n_prompt >= options.n_cells:
+        if n_prompt > options.n_cells:  # one that fills the context has room for what follows it, once
             detail = f"the prompt has {n_prompt} tokens, the context {options.n_cells}"
             self._refuse(opened, "prompt_too_long", detail, None)
             return

@@ -422,6 +422,27 @@ async def test_one_node_cannot_take_all_the_streams() -> None:
         assert await stream.receive(PATIENCE_S) == b"free again"
 
 
+async def test_streams_of_a_protocol_with_a_bound_of_its_own_do_not_count_among_the_others() -> None:
+    async with pair(streams_per_node_max=2) as (first, second):
+        second.set_stream_handler(echo, "/kvasir/test/1", streams_per_node_max=5)
+
+        async def hold(protocol: str = "/kvasir/test/1") -> Libp2pControlStream:
+            stream = await first.open_stream(second.node_id, protocol)
+            await stream.send(b"hold")
+            assert await stream.receive(PATIENCE_S) == b"hold"
+            return stream
+
+        held = [await hold() for _ in range(5)]
+        with pytest.raises(TransportUnavailable):
+            await hold()
+        held.append(await hold(CONTROL_PROTOCOL))
+        for stream in held:
+            await stream.close()
+            await stream.wait_finished()
+        await until(lambda: not second._streams_of and not second._allowed)
+        await hold()
+
+
 async def test_a_stream_on_which_nothing_is_said_is_reset() -> None:
     async with pair(first_frame_timeout_s=0.05) as (first, second):
         stream = await first.open_stream(second.node_id)

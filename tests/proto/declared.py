@@ -35,6 +35,7 @@ from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
 from kvasir_proto.messages.plan import PLAN_EXCHANGE
 from kvasir_proto.messages.records import RECORDS
+from kvasir_proto.messages.session import SESSION
 from kvasir_proto.messages.swarm import SWARM
 from kvasir_proto.placement.plan import PLAN
 from kvasir_proto.records import RECORDS_KEPT
@@ -46,6 +47,7 @@ from kvasir_proto.verdicts_in_force import VERDICTS_KEPT
 
 FAMILIES: tuple[Family[Any], ...] = (
     SWARM,
+    SESSION,
     ENGINE,
     LOCAL,
     SIGNED,

@@ -24,6 +24,7 @@ from kvasir_proto.messages.engine import ENGINE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP
 from kvasir_proto.messages.plan import PLAN_EXCHANGE
+from kvasir_proto.messages.session import SESSION
 from kvasir_proto.messages.swarm import SWARM
 from kvasir_proto.placement.plan import make_plan
 from kvasir_proto.signing import sign_message
@@ -33,7 +34,7 @@ from tests.proto.declared import FAMILIES, example_of
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 FOUNDER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-STREAMS: tuple[Family[Any], ...] = (SWARM, ENGINE, LOCAL, MEMBERSHIP, ELECTION, PLAN_EXCHANGE)
+STREAMS: tuple[Family[Any], ...] = (SWARM, SESSION, ENGINE, LOCAL, MEMBERSHIP, ELECTION, PLAN_EXCHANGE)
 WORKERS = tuple(node_id_of(bytes([number]) * 32) for number in (1, 2, 3))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from kvasir_proto.messages.engine import (
     SessionOpened,
     SetLease,
     TokenEmitted,
+    Tokenize,
+    Tokenized,
     TrunkLoaded,
 )
 from kvasir_proto.sampling import Sampling, SamplingOptions
@@ -32,6 +35,11 @@ from kvasir_proto.sampling import Sampling, SamplingOptions
 GREEDY = SamplingOptions(Sampling(temperature=0.0))
 PROMPTS = ("Once upon a time", "The dog", "It was very cold and the snow fell on", "Tom said")
 N_TOKENS = 12
+PENALISED = SamplingOptions(Sampling(temperature=0.0), presence_penalty=0.7, frequency_penalty=0.4)
+DRAWN = SamplingOptions(Sampling(seed=11, temperature=1.0), presence_penalty=0.7)
+TOLERANCE = 0.05
+"""Of log-probabilities where a prompt is computed in other shapes."""
+NAMES = itertools.count(10_000)
 
 
 def named(name: int) -> SessionId:
@@ -48,9 +56,8 @@ class Control:
         self.opened: list[SessionId] = []
 
     def generate(self, name: int, prompt: str | None, n_tokens: int = N_TOKENS, **more: Any) -> None:
-        self.engine.handle(
-            Generate(named(name), prompt, more.pop("token_ids", ()), n_tokens, GREEDY, 600_000, **more)
-        )
+        token_ids, sampling = more.pop("token_ids", ()), more.pop("sampling", GREEDY)
+        self.engine.handle(Generate(named(name), prompt, token_ids, n_tokens, sampling, 600_000, **more))
 
     def receive(self) -> Any:
         message = self.channel.receive()
@@ -126,6 +133,67 @@ def test_a_session_alone_gives_the_same_whatever_ran_before(control: Control, al
         assert ended.decode_ns > 0
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, PENALISED, DRAWN], ids=["greedy", "penalised", "drawn"])
+def test_a_session_that_is_gone_on_with_is_equivalent_to_one_that_never_stopped(
+    control: Control, sampling: SamplingOptions
+) -> None:
+    """Wherever it was cut. Its prompt is computed in other shapes then, so where they part, it was close."""
+    (prompt, *_), name = PROMPTS, next(NAMES)
+    control.engine.handle(Tokenize(7, prompt))
+    (tokenized,) = [each for each in (control.receive(),) if isinstance(each, Tokenized)]
+    prompt_ids = tokenized.token_ids
+    control.generate(name, None, 24, token_ids=prompt_ids, n_top=8, sampling=sampling)
+    control.wait(name)
+    whole = control.tokens[named(name)]
+    assert len(whole) > 10
+    n_parted = 0
+    for n_emitted in range(1, len(whole)):
+        name, before = next(NAMES), tuple(each.token for each in whole[:n_emitted])
+        control.generate(
+            name,
+            None,
+            24 - n_emitted,
+            token_ids=(*prompt_ids, *before),
+            n_emitted=n_emitted,
+            n_top=8,
+            sampling=sampling,
+        )
+        control.wait(name)
+        again = control.tokens[named(name)]
+        assert control.ends[named(name)].n_prompt == len(prompt_ids)
+        for one, other in zip(whole[n_emitted:], again, strict=False):
+            assert one.position == other.position
+            if one.token != other.token:
+                n_parted += 1
+                break
+            assert one.log_probability == pytest.approx(other.log_probability, abs=TOLERANCE)
+        else:
+            assert len(again) == len(whole) - n_emitted
+            assert (again[-1].is_last, whole[-1].is_last) in ((True, True), (False, False))
+    assert n_parted <= 1
+
+
+def test_a_session_without_a_prompt_before_what_was_emitted_is_refused(control: Control) -> None:
+    name = next(NAMES)
+    control.generate(name, None, token_ids=(5, 6), n_emitted=2)
+    control.wait(name)
+    assert control.ends[named(name)].code == "usage_error"
+
+
+def test_a_context_that_is_full_gives_one_token_more_to_who_goes_on(control: Control) -> None:
+    """As it does to who was there all the time: the last token is computed, and none is asked for after."""
+    prompt = tuple(10 + index % 50 for index in range(508))
+    whole, rest = next(NAMES), next(NAMES)
+    control.generate(whole, None, 20, token_ids=prompt)
+    control.wait(whole)
+    ids = control.ids(whole)
+    assert len(ids) == 512 + 1 - 508
+    control.generate(rest, None, 20 - 4, token_ids=(*prompt, *ids[:4]), n_emitted=4)
+    control.wait(rest)
+    assert control.ends[named(rest)].reason == control.ends[named(whole)].reason == "length"
+    assert len(control.ids(rest)) == 1
+
+
 def test_sessions_together_are_all_answered(control: Control, alone: list[list[int]]) -> None:
     for turn in range(3):  # more than decode together
         for name, prompt in enumerate(PROMPTS):
@@ -159,7 +227,7 @@ def test_a_cancelled_session_ends_and_the_others_do_not(control: Control, alone:
 
 
 def test_what_cannot_be_is_the_clients_mistake(control: Control) -> None:
-    for name, token_ids in ((500, ()), (501, (1,) * 512), (502, (10**6,))):
+    for name, token_ids in ((500, ()), (501, (1,) * 513), (502, (10**6,))):
         control.generate(name, None, token_ids=token_ids)
         control.wait(name)
         ended = control.ends[named(name)]

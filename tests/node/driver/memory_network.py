@@ -116,8 +116,14 @@ class MemoryHost:
         self._connected.add(node_id)
         return self._network.open_stream(self._node_id, node_id, protocol)
 
-    def set_stream_handler(self, handler: Handler, protocol: str = CONTROL_PROTOCOL) -> None:
-        """See `ports.Host`. From the first handler on others reach this node."""
+    def set_stream_handler(
+        self,
+        handler: Handler,
+        protocol: str = CONTROL_PROTOCOL,
+        *,
+        streams_per_node_max: int | None = None,
+    ) -> None:
+        """See `ports.Host`. From the first handler on others reach this node; streams are not counted."""
         self._network.serve(self._node_id, handler, protocol)
 
 

@@ -64,6 +64,7 @@ from kvasir_proto.messages.engine import (
     RemoveHolder,
     RowsRecomputed,
     SessionEnded,
+    SessionOpened,
     SetFence,
     SetLease,
     ShardLoaded,
@@ -220,6 +221,8 @@ class TwinEngine:
         """Message types that get no answer."""
         self.n_tokens_emitted_max = 1 << 30
         """A session stops there and waits to be cancelled, or for the engine to end."""
+        self.token_s = 0.0
+        """How long each token of a session takes."""
         self.connected: dict[NodeId, ConnectHolder] = {}
         """Whom a backbone is connected to."""
         self.expected: dict[bytes, ExpectDialler] = {}
@@ -237,6 +240,7 @@ class TwinEngine:
         """What a worker measures of its kernel, where that is not the best."""
         self._sessions: dict[SessionId, Generate] = {}
         self._stream = theirs
+        self._saying = trio.Lock()
         self.engine = Engine(role, cast(Any, self.process), cast(Any, ours))
         self.engine.certificate = certificate
         self.engine.backend = "twin"
@@ -248,7 +252,8 @@ class TwinEngine:
     async def say(self, message: EngineMessage) -> None:
         """Say something to control."""
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            await self._stream.send_all(frame(encode(message), ENGINE.size_bytes_max))
+            async with self._saying:
+                await self._stream.send_all(frame(encode(message), ENGINE.size_bytes_max))
 
     async def say_raw(self, data: bytes) -> None:
         """Say what is no message."""
@@ -383,7 +388,19 @@ class TwinEngine:
 
     async def _generate(self, message: Generate) -> None:
         self._sessions[message.session] = message
-        for position in range(min(message.n_tokens, self.n_tokens_emitted_max)):
+        if self.token_s:
+            await self.say(SessionOpened(message.session))
+            self.world.nursery.start_soon(self._emit_all, message)
+        else:
+            await self._emit_all(message)
+
+    async def _emit_all(self, message: Generate) -> None:
+        first = len(message.token_ids)
+        for position in range(first, first + min(message.n_tokens, self.n_tokens_emitted_max)):
+            if self.token_s:
+                await trio.sleep(self.token_s)
+            if message.session not in self._sessions or not self.is_alive:
+                return
             await self.emit(message.session, position)
         if message.n_tokens <= self.n_tokens_emitted_max:
             await self.end_session(message.session, "length")

@@ -134,7 +134,7 @@ def test_a_large_session_is_not_passed_for_ever_by_small_ones() -> None:
 
 @pytest.mark.parametrize(
     "prompt, n_tokens, code",
-    [([], 3, "empty_prompt"), (list(range(1, 65)), 1, "prompt_too_long")],
+    [([], 3, "empty_prompt"), (list(range(1, 66)), 1, "prompt_too_long")],
 )
 def test_what_never_fits_is_refused_for_good(prompt: list[int], n_tokens: int, code: str) -> None:
     backbone = ToyBackbone(small())
