@@ -455,6 +455,11 @@ class BackboneDuty:
         """The (epoch, term) of the reign that lasts; None while this node is not the backbone."""
         return self._reign.version if self._reign is not None else None
 
+    async def wait_ready(self, version: tuple[int, int]) -> None:
+        """Wait until sessions can run, or the reign of this (epoch, term) is over."""
+        while self.reign_version == version and self.state()[0] not in ("ready", "degraded"):
+            await self._wait_change()
+
     def _ready_engine(self) -> EnginePort:
         state, reason = self.state()
         if self._reign is None:

@@ -57,6 +57,11 @@ STILL_HERE_S: Final = 2.0
 GATEWAY_SILENCE_S: Final = 20.0
 """A gateway that has said nothing for so long is gone: it says every five seconds that it is there."""
 
+READY_PATIENCE_S: Final = 8.0
+"""How long the backbone of a term that has just begun may take to have its holders; whoever waits is told
+that it is there. Asking again and again would cost a stream each time, when it has most to do.
+"""
+
 REQUEST_TIMEOUT_S: Final = 10.0
 SESSION_TIMEOUT_MS: Final = 3_600_000
 
@@ -71,6 +76,9 @@ class SessionRunner(Protocol):
     @property
     def reign_version(self) -> tuple[int, int] | None:
         """The (epoch, term) that it is the backbone of now."""
+
+    async def wait_ready(self, version: tuple[int, int]) -> None:
+        """Wait until it serves, or is not the backbone of this (epoch, term) any more."""
 
     async def run_session(
         self,
@@ -205,6 +213,8 @@ class SessionServer:
                 )
             )
 
+        with trio.move_on_after(READY_PATIENCE_S):
+            await self._runner.wait_ready((asked.epoch, asked.term))
         try:
             ended = await self._runner.run_session(wanted, emit, session.note_place)
         except Busy as error:

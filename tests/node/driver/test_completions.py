@@ -46,6 +46,12 @@ class ScriptedRunner:
         self.wanted: list[Generate] = []
         self.is_cancelled = False
         self.reign_version: tuple[int, int] | None = (0, 1)
+        self.ready_after_s = 0.0
+
+    async def wait_ready(self, version: tuple[int, int]) -> None:
+        assert version == self.reign_version
+        if self.ready_after_s:
+            await trio.sleep(self.ready_after_s)
 
     async def run_session(
         self, wanted: Generate, emit: Emit, note_opened: Callable[[], None]

@@ -13,11 +13,12 @@ from trio.testing import MockClock
 from kvasir_node.driver.session_link import SessionLink
 from kvasir_node.driver.session_server import (
     GATEWAY_SILENCE_S,
+    READY_PATIENCE_S,
     SESSIONS_PER_NODE_MAX,
     STILL_HERE_S,
     SessionServer,
 )
-from kvasir_proto.errors import RemoteProtocolError, TransportUnavailable
+from kvasir_proto.errors import NotReady, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import NodeId
 from kvasir_proto.instants import seconds
 from kvasir_proto.limits import TOP_TOKENS_MAX
@@ -129,6 +130,21 @@ async def test_a_node_that_is_no_backbone_serves_nobody(autojump_clock: MockCloc
     async with serving(runner) as world:
         (refused,) = await all_of(await world.ask())
         assert isinstance(refused, SessionRefused)
+
+
+async def test_a_backbone_that_is_not_ready_yet_is_waited_for_and_a_while_only(
+    autojump_clock: MockClock,
+) -> None:
+    runner = ScriptedRunner(0, NotReady("3 of 8 experts have a holder"))
+    for ready_after_s, waited_s in ((3.0, 3.0), (1000.0, READY_PATIENCE_S)):
+        runner.ready_after_s = ready_after_s
+        async with serving(runner) as world:
+            began = trio.current_time()
+            link = await world.ask()
+            assert await link.receive(STILL_HERE_S + 0.1) == StillHere()
+            (refused,) = await all_of(link)
+            assert refused == SessionRefused("not_ready", "3 of 8 experts have a holder", seconds(1))
+            assert trio.current_time() - began == pytest.approx(waited_s)
 
 
 async def test_what_opens_no_session_is_not_answered(autojump_clock: MockClock) -> None:
