@@ -19,11 +19,12 @@ NATIVE_SOURCES := $(wildcard native/src/* native/include/*)
 BUILDS ?=
 STAND_INS := $(shell find deploy/stand-ins -name '*.py' -not -path '*/build/*') $(wildcard deploy/stand-ins/*/pyproject.toml)
 
-.PHONY: help setup backends demo test sim fuzz lint type bench shapes failure-matrix clean
+.PHONY: help setup backends browser demo test sim fuzz lint type bench shapes failure-matrix clean
 
 help:
 	@echo 'make setup   prepare .venv: dependencies, native library, the kvasir-node command'
 	@echo 'make backends  install what further backends need, where that can be had, and say what cannot'
+	@echo 'make browser   install a Chromium, which the tests of the dashboard look at it with'
 	@echo 'make demo    run a swarm on this machine with the model that ships with it'
 	@echo 'make test    run the tests'
 	@echo 'make sim     run 200 whole swarms on made-up time, with every fault'
@@ -41,6 +42,10 @@ setup: $(NATIVE)
 # BUILDS=all also builds the kernel hosts that take more time than they show, BUILDS=none builds none.
 backends: $(NATIVE)
 	@PYTHON=$(BIN)/python BUILDS='$(BUILDS)' deploy/backends
+
+# Optional in the same way.
+browser: $(NATIVE)
+	@PYTHON=$(BIN)/python deploy/browser
 
 demo: $(NATIVE)
 	@$(BIN)/kvasir-node demo $(ARGS)

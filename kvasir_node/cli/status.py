@@ -38,9 +38,9 @@ _STYLES: Final = {
     ),
     **dict.fromkeys(("suspect", "slow", "indirect", "clock", "left"), "yellow"),
     **dict.fromkeys(
-        ("isolated", "conflicted", "revoked", "dead", "unreachable", "quarantined", "unfit", "not running"),
-        "red",
+        ("isolated", "conflicted", "revoked", "dead", "unreachable", "refused", "quarantined", "unfit"), "red"
     ),
+    "not running": "red",
 }
 _SHORT_RANKS: Final = {"backbone": "bb", "output": "out", "bulk": "bulk"}
 

@@ -8,6 +8,7 @@ would need; how it looks on a terminal is the command line's affair.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,6 +24,7 @@ from kvasir_proto.ids import NodeId, node_id_of
 from kvasir_proto.instants import Duration, Instant, between, in_seconds
 from kvasir_proto.limits import Rank
 from kvasir_proto.manifest import ShardSet
+from kvasir_proto.membership.states import LIVE
 from kvasir_proto.membership.table import Member
 from kvasir_proto.node_core import NodeView
 from kvasir_proto.placement.plan import Missing, Plan
@@ -218,10 +220,51 @@ def _plan_part(sources: StatusSources) -> dict[str, Any]:
             "n_pairs_held": n_pairs_held,
             "by_backbone": by_backbone,
             "missing": [each._asdict() for each in missing[:MISSING_RANGES_MAX]],
+            "layers": _layers_part(sources, missing),
         },
         "holders_min": holders_min,
         "degraded": plan.degraded if plan is not None else "",
     }
+
+
+def _layers_part(sources: StatusSources, missing: tuple[Missing, ...]) -> list[dict[str, int]]:
+    """Of each layer: its experts, those that have no holder, and those that only the backbone holds.
+
+    Who holds what is judged as everywhere: on the backbone by who serves, elsewhere by who is there.
+    """
+    n_missing: Counter[int] = Counter()
+    for each in missing:
+        n_missing[each.layer] += each.end - each.first
+    view = sources.view
+    plan = view.plan if view is not None else None
+    if view is None or plan is None or view.coverage is None:
+        n_expert = sources.model.manifest.n_expert if sources.model is not None else 0
+        return [_layer(layer, n_expert, n_missing[layer], 0) for layer in sorted(n_missing)]
+    backbone = view.fence.backbone if view.fence is not None else None
+    if backbone == sources.node_id:
+        there = {
+            each["node_id"] for each in sources.backbone.get("holders", ()) if each["state"] == "serving"
+        }
+        there |= {backbone} if view.is_serving_plan else set()
+    else:
+        there = {sources.node_id, *(each.node_id for each in view.members if each.state in LIVE)}
+    holding = {index for index, node in enumerate(plan.nodes) if node in there}
+    own = {index for index in holding if plan.nodes[index] == backbone}
+    return [
+        _layer(
+            each.layer,
+            plan.n_expert,
+            n_missing[each.layer],
+            sum(part.end - part.first for part in each.ranges if holding.intersection(part.holders) == own)
+            if own
+            else 0,
+        )
+        for each in plan.layers
+    ]
+
+
+def _layer(layer: int, n_experts: int, n_missing: int, n_by_backbone: int) -> dict[str, int]:
+    return {"layer": layer, "n_experts": n_experts, "n_missing": n_missing, "n_by_backbone": n_by_backbone}
 
 
 def _is_in_force(sources: StatusSources, plan: Plan) -> bool:

@@ -173,6 +173,8 @@ def api_description(model: ServedModel | None) -> Schema:
             "/v1/completions": _post("The continuation of a text", asking(COMPLETION)),
             "/v1/models": _get("The swarm's model"),
             "/v1/models/{model}": _get("One model", parameters=[name]),
+            "/": _get("The dashboard, a page for people", "text/html"),
+            "/status": _get("What this node and its swarm are doing; what the dashboard shows"),
             "/health/live": _get("Whether the gateway answers"),
             "/health/ready": ready,
             "/metrics": _get("Counters for Prometheus", "text/plain"),

@@ -18,8 +18,9 @@ from kvasir_node.gateway.http_messages import HttpHead
 from kvasir_node.gateway.refusal import Refusal
 from kvasir_proto.errors import ConfigurationInvalid
 
-OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready"})
-"""Asked by whoever watches over processes, without a token; they tell little."""
+OPEN_PATHS: Final = frozenset({"/", "/health/live", "/health/ready"})
+"""Without a token: the dashboard, which is empty before it has one, and what those ask who watch over
+processes; they tell little."""
 TOKEN_LENGTH_MIN: Final = 16
 
 _AUTHORITY: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255})(:[0-9]{1,5})?", re.ASCII)

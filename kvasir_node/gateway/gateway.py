@@ -26,6 +26,7 @@ from kvasir_node.gateway.answer_shapes import (
 from kvasir_node.gateway.answering import Answering
 from kvasir_node.gateway.api_description import api_description
 from kvasir_node.gateway.chat_template import ChatTemplates
+from kvasir_node.gateway.dashboard import DashboardPage, DashboardStatus
 from kvasir_node.gateway.doors import Doors, require_json
 from kvasir_node.gateway.event_stream import HEADERS as EVENT_STREAM_HEADERS
 from kvasir_node.gateway.event_stream import EventStream
@@ -78,7 +79,11 @@ class Gateway:
         self._metrics = metrics
         self._wall_time = wall_time
         self._entropy = entropy
+        self._page = DashboardPage()
+        self._status = DashboardStatus(swarm, metrics, trio.current_time)
         self._endpoints: dict[str, tuple[str, Endpoint]] = {
+            "/": ("GET", self._dashboard),
+            "/status": ("GET", self._tell_status),
             "/health/live": ("GET", self._live),
             "/health/ready": ("GET", self._ready),
             "/metrics": ("GET", self._tell_metrics),
@@ -149,16 +154,22 @@ class Gateway:
 
     async def _ready(self, request: HttpRequest, reply: HttpReply) -> None:
         standing = self._swarm.standing()
-        if standing.model is not None and not standing.obstacle:
+        if not standing.why_not_ready:
             await _send_json(reply, 200, {"status": "ready"})
             return
         # Why may name members: not for everybody.
-        why = {"reason": _obstacle_of(standing)} if self._doors.is_known(request.head) else {}
+        why = {"reason": standing.why_not_ready} if self._doors.is_known(request.head) else {}
         retry = (("Retry-After", f"{NOT_READY_RETRY_S:.0f}"),)
         await _send_json(reply, 503, {"status": "not ready", **why}, retry)
 
     async def _tell_metrics(self, request: HttpRequest, reply: HttpReply) -> None:
         await reply.send(200, (("Content-Type", METRICS_CONTENT_TYPE),), self._metrics.text())
+
+    async def _dashboard(self, request: HttpRequest, reply: HttpReply) -> None:
+        await reply.send(200, self._page.headers, self._page.body)
+
+    async def _tell_status(self, request: HttpRequest, reply: HttpReply) -> None:
+        await reply.send(200, (("Content-Type", "application/json"),), self._status.body())
 
     async def _describe(self, request: HttpRequest, reply: HttpReply) -> None:
         await _send_json(reply, 200, api_description(self._swarm.standing().model))
@@ -365,11 +376,7 @@ def _the_model(standing: Standing, name: str) -> ServedModel:
 
 
 def _not_ready(standing: Standing) -> Refusal:
-    return Refusal(503, _obstacle_of(standing), code="not_ready", retry_after_s=NOT_READY_RETRY_S)
-
-
-def _obstacle_of(standing: Standing) -> str:
-    return standing.obstacle or "this node does not know its swarm's model yet"
+    return Refusal(503, standing.why_not_ready, code="not_ready", retry_after_s=NOT_READY_RETRY_S)
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:

@@ -64,6 +64,16 @@ class GatewayMetrics:
         gauge = Gauge("kvasir_gateway_connections", "Connections of clients", registry=self._registry)
         gauge.set_function(count)
 
+    @property
+    def answers_now(self) -> int:
+        """Answers that are being made."""
+        return int(self._registry.get_sample_value("kvasir_gateway_sessions") or 0)
+
+    @property
+    def generated_tokens_total(self) -> int:
+        """Tokens that were generated since the gateway began."""
+        return int(self._registry.get_sample_value("kvasir_gateway_generated_tokens_total") or 0)
+
     def text(self) -> bytes:
         """Everything, as it stands now."""
         return generate_latest(self._registry)

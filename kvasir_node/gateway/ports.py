@@ -7,10 +7,10 @@ only made to wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from kvasir_proto.errors import KvasirError
 from kvasir_proto.sampling import SamplingOptions
@@ -124,9 +124,22 @@ class Standing:
     provenance: Provenance | None
     obstacle: str = ""
 
+    @property
+    def why_not_ready(self) -> str:
+        """Why requests are refused, as clients hear it; empty when they are not."""
+        if self.model is None:
+            return self.obstacle or "this node does not know its swarm's model yet"
+        return self.obstacle
+
 
 class Swarm(Protocol):
     """What this node knows of its swarm."""
 
     def standing(self) -> Standing:
         """How things stand now; never waits."""
+
+    def status(self) -> Mapping[str, Any]:
+        """What `kvasir-node status --json` says, as of now; never waits.
+
+        Every field is there in every state. What only an engine could say may be null.
+        """

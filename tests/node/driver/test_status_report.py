@@ -117,6 +117,18 @@ def view_with(**changes: Any) -> NodeView:
     return dataclasses.replace(made, **changes)
 
 
+def layers_of_equals(n_missing: int = 0, n_by_backbone: int = 0) -> list[dict[str, int]]:
+    return [
+        {
+            "layer": layer,
+            "n_experts": N_EXPERT,
+            "n_missing": n_missing,
+            "n_by_backbone": n_by_backbone,
+        }
+        for layer in range(N_LAYER)
+    ]
+
+
 def served(plan: Plan, *nodes: NodeId, **changes: Any) -> NodeView:
     """A view in which these nodes serve the plan."""
     return view_with(
@@ -179,7 +191,7 @@ def test_every_field_is_there_before_anything_is_known() -> None:
         "revision": 0,
         "is_in_force": False,
         "is_served_here": False,
-        "coverage": {"n_pairs": 0, "n_pairs_held": 0, "by_backbone": 0, "missing": []},
+        "coverage": {"n_pairs": 0, "n_pairs_held": 0, "by_backbone": 0, "missing": [], "layers": []},
         "holders_min": 0,
         "degraded": "",
     }
@@ -232,6 +244,52 @@ def test_without_a_plan_every_expert_is_missing_for_that_reason(model: StoredMod
     ]
 
 
+def test_without_a_plan_no_layer_has_a_holder(model: StoredModel) -> None:
+    coverage = document(view_with(), model=model)["plan"]["coverage"]
+    assert coverage["layers"] == layers_of_equals(n_missing=N_EXPERT)
+
+
+@pytest.mark.parametrize(
+    "backbone, there, n_missing, n_by_backbone",
+    [
+        (OWN, (OWN, SECOND, THIRD), 0, 2),
+        (OWN, (OWN, SECOND), 3, 2),
+        (OWN, (OWN, THIRD), 0, 5),
+        (OWN, (OWN,), 3, 5),
+        (OWN, (SECOND, THIRD), 2, 0),
+        (OWN, (), 8, 0),
+        (SECOND, (OWN, SECOND, THIRD), 0, 0),
+        (SECOND, (OWN, SECOND), 3, 0),
+        (THIRD, (OWN, SECOND, THIRD), 0, 3),
+        (THIRD, (OWN, SECOND), 3, 0),
+        (FOURTH, (OWN, SECOND), 3, 0),
+    ],
+)
+def test_each_layer_says_what_is_missing_and_what_only_the_backbone_holds(
+    backbone: NodeId, there: tuple[NodeId, ...], n_missing: int, n_by_backbone: int
+) -> None:
+    """Two experts of a layer this node holds, three it and a second one, three a third one."""
+    ranges = (ExpertRange(0, 2, (0,)), ExpertRange(2, 5, (0, 1)), ExpertRange(5, 8, (2,)))
+    plan = plan_of_equals(
+        nodes=(OWN, SECOND, THIRD), layers=tuple(LayerPlan(each, ranges) for each in range(N_LAYER))
+    )
+    members = tuple(
+        member(each, state="alive" if each in there else "dead") for each in (SECOND, THIRD, FOURTH)
+    )
+    view = served(
+        plan, *there, fence=ProvenTerm(0, 3, backbone), members=members, is_serving_plan=OWN in there
+    )
+    holders = [{"node_id": each, "state": "serving", "reason": ""} for each in there if each != OWN]
+    gone = [
+        {"node_id": each, "state": "loading", "reason": ""} for each in (SECOND, THIRD) if each not in there
+    ]
+    reported = {"holders": holders + gone} if backbone == OWN else {}
+    coverage = document(view, backbone=reported)["plan"]["coverage"]
+    assert coverage["layers"] == layers_of_equals(n_missing, n_by_backbone)
+    assert coverage["n_pairs"] - coverage["n_pairs_held"] == N_LAYER * n_missing
+    assert coverage["by_backbone"] == N_LAYER * n_by_backbone
+
+
 def test_a_plan_that_is_served_whole(model: StoredModel) -> None:
     view = served(plan_of_equals(), SECOND, THIRD, fence=ProvenTerm(0, 3, OWN), is_serving_plan=True)
     made = document(view, model=model)
@@ -241,7 +299,13 @@ def test_a_plan_that_is_served_whole(model: StoredModel) -> None:
         "revision": 7,
         "is_in_force": True,
         "is_served_here": True,
-        "coverage": {"n_pairs": 32, "n_pairs_held": 32, "by_backbone": 0, "missing": []},
+        "coverage": {
+            "n_pairs": 32,
+            "n_pairs_held": 32,
+            "by_backbone": 0,
+            "missing": [],
+            "layers": layers_of_equals(),
+        },
         "holders_min": 1,
         "degraded": "",
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
@@ -24,6 +25,7 @@ from kvasir_node.gateway.ports import (
 )
 from kvasir_node.gateway.text_requests import ChatMessage
 from kvasir_proto.errors import KvasirError
+from tests.node.gateway.toy_status import six
 
 END = 256
 """The token that ends a text; each one before is a byte."""
@@ -102,8 +104,16 @@ class ToySwarm:
 
     now: Standing = field(default_factory=lambda: Standing(MODEL, PROVENANCE))
 
+    said: Mapping[str, Any] = field(default_factory=six)
+    n_asked: int = 0
+    """How often it was asked for its status."""
+
     def standing(self) -> Standing:
         return self.now
+
+    def status(self) -> Mapping[str, Any]:
+        self.n_asked += 1
+        return self.said
 
 
 class PlainTemplates(ChatTemplates):
