@@ -6,27 +6,25 @@ from), so rendering has a process of its own, with limits of the operating syste
 text, memory, no file or socket beyond those it has, no process, nothing written to a disk. What breaks
 through the sandbox is still in there.
 
-One text after another: a length and JSON on standard input, a length and JSON on standard output. It says
-``prompt``; or ``refused`` with the template's own words to whoever wrote the messages; or ``failed`` with
-what is wrong with the template. `chat_template` is the other end.
+One text after another (`confinement`), in JSON. It says ``prompt``; or ``refused`` with the template's own
+words to whoever wrote the messages; or ``failed`` with what is wrong with the template. `chat_template` is
+the other end.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import struct
 import sys
-from collections.abc import Callable
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
 import jinja2.parser
 import jinja2.sandbox
 
-LENGTH: Final = struct.Struct("<I")
+from kvasir_node.confinement import answer_requests, confine
+
 REQUEST_BYTES_MAX: Final = 16 << 20
 PROMPT_LENGTH_MAX: Final = 2 << 20
 """Characters of what a template makes of messages: twice what messages may have."""
@@ -34,7 +32,6 @@ ANSWER_BYTES_MAX: Final = 4 * PROMPT_LENGTH_MAX + 4096
 PROCESSOR_TIME_S: Final = 3
 """For one text, or up to a second more: the kernel counts whole ones."""
 MEMORY_BYTES: Final = 512 << 20
-_OPEN_FILES: Final = 3
 _WORDS_MAX: Final = 500
 
 
@@ -109,49 +106,17 @@ def _encodable(words: str) -> str:
     return words[:_WORDS_MAX].encode("utf-8", "replace").decode("utf-8")
 
 
-def confine() -> None:
-    """Give up what rendering does not need. Memory and processor time come on top of what is used now."""
-
-    def limit(which: int, value: int) -> None:
-        _, hard = resource.getrlimit(which)
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        resource.setrlimit(which, (value, value))
-
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_FSIZE, 0)
-    limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
-    limit(resource.RLIMIT_NPROC, 0)
-    limit(resource.RLIMIT_AS, MEMORY_BYTES)
-
-
-def allow_processor_time(seconds: int) -> None:
-    """Let one more text be made; the kernel ends a process that takes longer."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    ends = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (ends, hard))
-
-
-def serve(source: BinaryIO, sink: BinaryIO, before_each: Callable[[], object]) -> None:
-    """Render until ``source`` ends."""
-    known: dict[str, jinja2.Template] = {}
-    while len(head := source.read(LENGTH.size)) == LENGTH.size:
-        (length,) = LENGTH.unpack(head)
-        assert length <= REQUEST_BYTES_MAX
-        before_each()
-        body = json.dumps(answer(json.loads(source.read(length)), known), ensure_ascii=False).encode()
-        sink.write(LENGTH.pack(len(body)) + body)
-        sink.flush()
-
-
 def _main() -> None:
     # What is imported late would need a file: each is used once before there are no more.
     known: dict[str, jinja2.Template] = {}
     for source in ("{{ strftime_now('%d %b %Y') }}{{ [1] | tojson }}{{ x.y }}", "{{ 1 / 0 }}", "{% broken"):
         answer({"template": source, "variables": {}, "now_s": 0}, known)
-    confine()
-    serve(sys.stdin.buffer, sys.stdout.buffer, lambda: allow_processor_time(int(sys.argv[1])))
+    confine(MEMORY_BYTES)
+
+    def answer_encoded(body: bytes) -> bytes:
+        return json.dumps(answer(json.loads(body), known), ensure_ascii=False).encode()
+
+    answer_requests(sys.stdin.buffer, sys.stdout.buffer, answer_encoded, REQUEST_BYTES_MAX, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_a_template_refuses_in_its_own_words() -> None:
 def test_who_breaks_out_of_the_sandbox_has_nothing_to_open() -> None:
     program = (
         "import socket\n"
-        "from kvasir_node.gateway.template_child import confine\n"
-        "confine()\n"
+        "from kvasir_node.confinement import confine\n"
+        "confine(512 << 20)\n"
         "for attempt in (lambda: open('/'), lambda: socket.socket(), lambda: bytearray(600 << 20)):\n"
         "    try: attempt()\n"
         "    except (OSError, MemoryError) as error: print(type(error).__name__)\n"
@@ -133,7 +133,7 @@ async def test_a_machine_with_too_much_to_do_is_not_the_templates_fault() -> Non
 async def test_who_goes_away_leaves_no_child_in_the_middle_of_a_text() -> None:
     async with templates(processor_time_s=60) as made:
         await made.prompt_of(model("warm"), HELLO, 0)
-        child = made._child
+        child = made._child.process
         assert child is not None
         with trio.move_on_after(0.05):
             await made.prompt_of(model(FOR_EVER), HELLO, 0)
@@ -145,8 +145,8 @@ async def test_a_child_knows_nothing_of_our_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("SOME_SECRET", "secret")
     async with templates() as made:
         await made.prompt_of(model("x"), HELLO, 0)
-        assert made._child is not None
-        environment = await trio.Path(f"/proc/{made._child.pid}/environ").read_bytes()
+        assert made._child.process is not None
+        environment = await trio.Path(f"/proc/{made._child.process.pid}/environ").read_bytes()
     assert b"secret" not in environment
 
 
@@ -159,14 +159,18 @@ async def test_a_model_without_a_template_says_so() -> None:
 @pytest.mark.parametrize("said", [b"", b"\xff\xff\xff\xff", b"\2\0\0\0{}", b"\1\0\0\0{", b"\1\0\0\0\xff"])
 async def test_nothing_that_a_child_says_is_trusted(said: bytes) -> None:
     async with templates() as made:
-        made._command = [sys.executable, "-c", f"import os; os.write(1, {said!r}); os.read(0, 9)"]
+        made._child.command = [sys.executable, "-c", f"import os; os.write(1, {said!r}); os.read(0, 9)"]
         with pytest.raises(Refusal, match="chat template cannot be used"):
             await made.prompt_of(model("x"), HELLO, 0)
 
 
 async def test_nobody_waits_for_more_than_an_answer_can_have() -> None:
     async with templates(timeout_s=30.0) as made:
-        made._command = [sys.executable, "-c", "import os, time; os.write(1, b'\\xff' * 4); time.sleep(60)"]
+        made._child.command = [
+            sys.executable,
+            "-c",
+            "import os, time; os.write(1, b'\\xff' * 4); time.sleep(60)",
+        ]
         with pytest.raises(Refusal, match="chat template cannot be used"):
             await made.prompt_of(model("x"), HELLO, 0)
 
