@@ -12,6 +12,7 @@ from typing import Final
 import trio
 
 from kvasir_node.gateway.answer_shapes import TokenTold
+from kvasir_node.gateway.ending import Ending
 from kvasir_node.gateway.gateway_metrics import GatewayMetrics
 from kvasir_node.gateway.ports import FinishReason, GeneratedToken, Tokenizer
 from kvasir_node.gateway.text_pieces import TextPiece, TextPieces
@@ -27,9 +28,15 @@ class Answering:
     """The text of one answer. ``n_generated`` counts tokens, the one that ends a text included."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: tuple[str, ...], metrics: GatewayMetrics, asked_at: float
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: tuple[str, ...],
+        metrics: GatewayMetrics,
+        ending: Ending,
+        asked_at: float,
     ) -> None:
         self._tokenizer = tokenizer
+        self._ending = ending
         self._pieces: TextPieces[TokenTold] = TextPieces(stop_strings)
         self._metrics = metrics
         self._last_at = asked_at
@@ -38,7 +45,8 @@ class Answering:
     async def run(self, tokens: AsyncIterator[GeneratedToken], tell: TellPiece) -> FinishReason:
         """Tell every piece of text there is, and why there is no more.
 
-        Raises `KvasirError` for a session that failed. After a stop string the session is still open.
+        Raises `KvasirError` for a session that failed, or a gateway that ends. After a stop string the
+        session is still open.
         """
         while True:
             token = await self._next(tokens)
@@ -54,7 +62,7 @@ class Answering:
                 return "length"
 
     async def _next(self, tokens: AsyncIterator[GeneratedToken]) -> GeneratedToken:
-        with trio.move_on_after(SILENCE_S) as waiting:
+        with self._ending.cuts(), trio.move_on_after(SILENCE_S) as waiting:
             token = await anext(tokens, None)
         if waiting.cancelled_caught:
             raise EngineFailed(f"the session gave no token for {SILENCE_S:g} s")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -28,6 +29,7 @@ from kvasir_node.gateway.api_description import api_description
 from kvasir_node.gateway.chat_template import ChatTemplates
 from kvasir_node.gateway.dashboard import DashboardPage, DashboardStatus
 from kvasir_node.gateway.doors import Doors, require_json
+from kvasir_node.gateway.ending import Ending
 from kvasir_node.gateway.event_stream import HEADERS as EVENT_STREAM_HEADERS
 from kvasir_node.gateway.event_stream import EventStream
 from kvasir_node.gateway.gateway_metrics import CONTENT_TYPE as METRICS_CONTENT_TYPE
@@ -35,6 +37,7 @@ from kvasir_node.gateway.gateway_metrics import GatewayMetrics
 from kvasir_node.gateway.http_messages import ClientGone, Headers, HttpHead, HttpReply, HttpRequest
 from kvasir_node.gateway.ports import (
     Completions,
+    GeneratedToken,
     ServedModel,
     Standing,
     Swarm,
@@ -43,6 +46,7 @@ from kvasir_node.gateway.ports import (
 )
 from kvasir_node.gateway.refusal import Refusal, refusal_of
 from kvasir_node.gateway.text_requests import AnswerOptions, chat_request_of, completion_request_of
+from kvasir_node.gateway.turns import whose_turn
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_proto.errors import KvasirError
 
@@ -77,6 +81,7 @@ class Gateway:
         self._templates = templates
         self._doors = doors
         self._metrics = metrics
+        self._ending = Ending()
         self._wall_time = wall_time
         self._entropy = entropy
         self._page = DashboardPage()
@@ -92,6 +97,10 @@ class Gateway:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
         }
+
+    def end(self) -> None:
+        """Have every answer end where it is, with the reason, and those to come."""
+        self._ending.begin()
 
     def check(self, head: HttpHead) -> None:
         """See `HttpHandler`."""
@@ -191,8 +200,9 @@ class Gateway:
         chat = chat_request_of(request.body, self._draw_seed)
         standing = self._standing_for(chat.options)
         assert standing.model is not None
-        prompt = await self._templates.prompt_of(standing.model, chat.messages, int(self._wall_time()))
-        token_ids = await self._tokenizer.tokens_of(prompt, is_template=True)
+        with self._ending.cuts():
+            prompt = await self._templates.prompt_of(standing.model, chat.messages, int(self._wall_time()))
+            token_ids = await self._tokenizer.tokens_of(prompt, is_template=True)
         await self._answer(
             standing, ChatShape(), token_ids, "messages", chat.options, request, reply, asked_at
         )
@@ -204,7 +214,8 @@ class Gateway:
         assert standing.model is not None
         token_ids = completion.prompt
         if isinstance(token_ids, str):
-            token_ids = await self._tokenizer.tokens_of(token_ids, is_template=False)
+            with self._ending.cuts():
+                token_ids = await self._tokenizer.tokens_of(token_ids, is_template=False)
         elif max(token_ids) >= standing.model.vocabulary_size:
             raise Refusal(400, "prompt has a token that the model does not know", parameter="prompt")
         await self._answer(
@@ -252,7 +263,7 @@ class Gateway:
                 code="context_length_exceeded",
             )
         wanted = TokenRequest(
-            client=request.head.client,
+            client=whose_turn(request.head.client, options.user),
             token_ids=token_ids,
             sampling=options.sampling,
             n_tokens_max=min(n_left, options.n_tokens_max or n_left),
@@ -261,13 +272,21 @@ class Gateway:
         )
         name = shape.prefix + self._entropy(12).hex()
         head = AnswerHead(name, int(self._wall_time()), model)
-        answering = Answering(self._tokenizer, options.stop_strings, self._metrics, asked_at)
+        answering = Answering(self._tokenizer, options.stop_strings, self._metrics, self._ending, asked_at)
         self._metrics.prompt_tokens.inc(len(token_ids))
         with self._metrics.sessions.track_inprogress():
             if options.is_streamed:
                 await self._stream(wanted, answering, shape, head, options, _provenance(standing), reply)
             else:
                 await self._send_whole(wanted, answering, shape, head, options, _provenance(standing), reply)
+
+    @asynccontextmanager
+    async def _session(self, wanted: TokenRequest) -> AsyncIterator[AsyncIterator[GeneratedToken]]:
+        """A session, that a gateway that ends waits for no longer."""
+        with self._ending.cuts() as wait:
+            async with self._completions.open(wanted) as tokens:
+                self._ending.spare(wait)
+                yield tokens
 
     async def _send_whole(
         self,
@@ -286,7 +305,7 @@ class Gateway:
             texts.append(text)
             all_told.extend(told)
 
-        async with self._completions.open(wanted) as tokens:
+        async with self._session(wanted) as tokens:
             finish = await answering.run(tokens, keep)
         choice = shape.whole("".join(texts), None if options.n_top is None else all_told, finish)
         usage = Usage(len(wanted.token_ids), answering.n_generated)
@@ -303,7 +322,7 @@ class Gateway:
         headers: Headers,
         reply: HttpReply,
     ) -> None:
-        async with self._completions.open(wanted) as tokens:
+        async with self._session(wanted) as tokens:
             await reply.start(200, (*EVENT_STREAM_HEADERS, *headers))
             events = EventStream(reply)
             # With usage asked for, every piece says that it has none: that is how clients know the last one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Final
@@ -22,6 +22,7 @@ import trio
 from kvasir_node import __version__
 from kvasir_node.gateway.http_messages import ClientGone, Headers, HttpHandler, HttpHead, HttpRequest
 from kvasir_node.gateway.refusal import Refusal
+from kvasir_node.gateway.turns import address_group
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.telemetry import get_logger
 
@@ -36,6 +37,8 @@ class HttpLimits:
 
     connections_max: int = 256
     """Descriptors: 1024 is what a process often has. For one more, the longest idle one is closed."""
+    connections_of_address_max: int = 64
+    """Of one address, or one IPv6 network of 64 bits; not of this machine itself: it may be a proxy."""
     refusing_max: int = 16
     """Connections that are told at one time that there are too many; more are closed without a word."""
     head_bytes_max: int = 32 << 10
@@ -71,6 +74,11 @@ class HttpServer:
         self._wall_time = wall_time
         self._n_refusing = 0
         self._connections: dict[_Connection, None] = {}
+        self._none_left = trio.Event()
+        """Set when the last connection of a server that ends has ended."""
+        self._is_ending = False
+        self._accepting = trio.CancelScope()
+        self._serving = trio.CancelScope()
         self._bodies = _Bodies(self._limits.bodies_bytes_max)
 
     @property
@@ -79,8 +87,29 @@ class HttpServer:
         return len(self._connections)
 
     async def serve(self, listeners: Sequence[trio.SocketListener]) -> None:
-        """Serve until cancelled."""
-        await trio.serve_listeners(self._serve_whatever_comes, list(listeners))
+        """Serve until cancelled, or ended; at most once."""
+        with self._serving:
+            async with open_unwrapping_nursery() as connections:
+                with self._accepting:
+                    await trio.serve_listeners(
+                        self._serve_whatever_comes, list(listeners), handler_nursery=connections
+                    )
+
+    async def end(self, within_s: float) -> None:
+        """Take no more connections, and let those that there are go after the answer at hand.
+
+        Whoever has it not within so long is cut off; then `serve` returns.
+        """
+        self._is_ending = True
+        self._accepting.cancel()
+        for each in list(self._connections):
+            if each.idle_since is not None:
+                del self._connections[each]
+            each.end_soon()
+        if self._connections:
+            with trio.move_on_after(within_s):
+                await self._none_left.wait()
+        self._serving.cancel()
 
     async def _serve_whatever_comes(self, stream: trio.abc.Stream) -> None:
         """A bug that one connection meets costs that connection; tests meet it in `serve_connection`."""
@@ -92,7 +121,7 @@ class HttpServer:
     async def serve_connection(self, stream: trio.abc.Stream) -> None:
         """One connection, to its end. Nothing that a client does raises here."""
         connection = _Connection(stream, self._limits, self._wall_time, self._bodies)
-        if self.n_connections >= self._limits.connections_max and not self._make_room():
+        if not self._has_room_for(connection):
             await self._refuse(connection, stream)
             return
         self._connections[connection] = None
@@ -104,11 +133,22 @@ class HttpServer:
                     await connection.linger()
         finally:
             self._connections.pop(connection, None)
+            if self._is_ending and not self._connections:
+                self._none_left.set()
             await trio.aclose_forcefully(stream)
 
-    def _make_room(self) -> bool:
+    def _has_room_for(self, connection: _Connection) -> bool:
+        """Whether there is room for one more from where it comes, or room was made."""
+        limits, group = self._limits, connection.group
+        if group is not None:
+            alike = [each for each in self._connections if each.group == group]
+            if len(alike) >= limits.connections_of_address_max and not self._make_room(alike):
+                return False
+        return self.n_connections < limits.connections_max or self._make_room(self._connections)
+
+    def _make_room(self, among: Iterable[_Connection]) -> bool:
         """Let go of the connection that has been idle for longest, if any is; clients expect that."""
-        idle = [(each.idle_since, each) for each in self._connections if each.idle_since is not None]
+        idle = [(each.idle_since, each) for each in among if each.idle_since is not None]
         if not idle:
             return False
         _, longest = min(idle, key=lambda each: each[0])
@@ -168,13 +208,24 @@ class _Connection:
         self._wall_time = wall_time
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.head_bytes_max)
         self._deadline = math.inf
-        self._client = _client_of(stream)
+        self.client = _client_of(stream)
+        """The address it comes from; empty where it has none."""
+        self.group = address_group(self.client)
+        """What counts as one address with it."""
+        self._is_last = False
+        """Whether the answer at hand is the last one."""
         self._is_head_only = False
         """Whether the request at hand wants no body."""
 
     def let_go(self) -> None:
         """End an idle connection."""
         self._waiting.cancel()
+
+    def end_soon(self) -> None:
+        """End now if it is idle, else after the answer at hand."""
+        self._is_last = True
+        if self.idle_since is not None:
+            self.let_go()
 
     async def serve(self, handler: HttpHandler) -> None:
         """Answer requests until the connection is to end. Raises `ClientGone`."""
@@ -200,7 +251,11 @@ class _Connection:
                 return
             await self._answer(handler, request)
             self._forget_body()
-            if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            if (
+                self._is_last
+                or self._http.our_state is not h11.DONE
+                or self._http.their_state is not h11.DONE
+            ):
                 return
             self._http.start_next_cycle()
 
@@ -208,12 +263,14 @@ class _Connection:
         """Answer with an error, where an answer can still begin. Raises `ClientGone`."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = (("Content-Type", "application/json"), *refusal.headers())
-            if self._http.their_state is not h11.DONE:
+            if self._http.their_state is not h11.DONE and not self._is_last:
                 headers = (*headers, ("Connection", "close"))
             await self.send(refusal.status, headers, refusal.body())
 
     async def linger(self) -> None:
         """Let what was sent arrive: closing with bytes unread would take it back."""
+        if self._is_last and self._http.their_state is h11.DONE and not self._http.trailing_data[0]:
+            return  # there is nothing unread, and nobody to wait for
         n_left = self._limits.body_bytes_max
         with trio.move_on_after(self._limits.linger_s), contextlib.suppress(trio.BrokenResourceError):
             if isinstance(self._stream, trio.abc.HalfCloseableStream):
@@ -252,6 +309,7 @@ class _Connection:
                 ("Server", f"kvasir/{__version__}"),
                 ("Cache-Control", "no-store"),
                 ("X-Content-Type-Options", "nosniff"),
+                *((("Connection", "close"),) if self._is_last else ()),
                 *headers,
             ],
         )
@@ -295,7 +353,7 @@ class _Connection:
             raise Refusal(431, "the headers are too long", code="headers_too_long")
         headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in event.headers)
         path = event.target.decode("latin-1").partition("?")[0]
-        return HttpHead(event.method.decode("latin-1"), path, headers, self._client)
+        return HttpHead(event.method.decode("latin-1"), path, headers, self.client)
 
     async def _receive_body(self, head: HttpHead) -> bytes:
         """The body of that request. Raises `Refusal` when it is too long, or too long coming."""

@@ -11,7 +11,7 @@ import math
 from typing import Any, Final
 
 from kvasir_node.gateway.ports import CompletionRefused
-from kvasir_proto.errors import KvasirError
+from kvasir_proto.errors import KvasirError, UsageError
 from kvasir_proto.limits import as_sentence
 
 RETRY_AFTER_S_MAX: Final = 300
@@ -77,4 +77,6 @@ def refusal_of(error: KvasirError) -> Refusal:
         retry_after_s = None if error.kind == "too_long" else error.retry_after_s
         status, code = _STATUS[error.kind], _CODES[error.kind]
         return Refusal(status, str(error), code=code, retry_after_s=retry_after_s)
+    if isinstance(error, UsageError):  # nobody else could answer it either
+        return Refusal(400, str(error), code=error.code)
     return Refusal(503, str(error), code=error.code, retry_after_s=1.0)

@@ -56,6 +56,7 @@ class AnswerOptions:
     """How the answer is to be made, and told.
 
     ``n_tokens_max`` is None for as many as fit; ``n_top`` None for no log-probabilities at all.
+    ``user`` is on whose behalf is asked; empty where that is not said.
     """
 
     model: str
@@ -63,6 +64,7 @@ class AnswerOptions:
     n_tokens_max: int | None
     stop_strings: tuple[str, ...]
     n_top: int | None
+    user: str
     is_streamed: bool
     with_usage: bool
 
@@ -141,7 +143,7 @@ def _options(
     )
     no_stop_strings: tuple[str, ...] = ()
     stop_strings = fields.take("stop", _stop_strings, no_stop_strings)
-    fields.take("user", text(0, 1024), "")  # who asks on whose behalf makes no difference here
+    user = fields.take("user", text(0, 1024), "")
     fields.allow_only("n", 1)
     return AnswerOptions(
         model=model,
@@ -149,6 +151,7 @@ def _options(
         n_tokens_max=n_tokens_max,
         stop_strings=stop_strings,
         n_top=n_top,
+        user=user,
         is_streamed=is_streamed,
         with_usage=bool(with_usage),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import hypothesis.strategies as st
 import pytest
@@ -19,7 +19,7 @@ from kvasir_proto.errors import EngineFailed
 from tests.node.gateway.http_client import Answer
 from tests.node.gateway.test_http_server import connected
 from tests.node.gateway.test_text_pieces import reference
-from tests.node.gateway.toy_swarm import END, MODEL, PROVENANCE, Script, ToyGateway
+from tests.node.gateway.toy_swarm import END, MODEL, PROVENANCE, BytesTokenizer, Script, ToyGateway
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -246,6 +246,59 @@ async def test_a_session_that_falls_silent_is_given_up(autojump_clock: trio.test
     answer = await asked(ToyGateway(Script(first_s=1e6)), TEXT)
     assert answer.status == 503
     assert trio.current_time() < 700
+
+
+class Endless(BytesTokenizer):
+    """Needs for ever for a text."""
+
+    async def tokens_of(self, text: str, *, is_template: bool) -> NoReturn:
+        await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_gateway_that_ends_brings_its_answers_to_their_end(
+    autojump_clock: trio.testing.MockClock, path: str, is_streamed: bool
+) -> None:
+    """Whatever an answer waits for; and what is asked from then on waits for nothing."""
+    slow = ToyGateway(Script(b"abc", interval_s=100.0))
+    cases = (
+        (slow, 150.0),
+        (ToyGateway(Script(first_s=500.0)), 1.0),
+        (ToyGateway(tokenizer=Endless()), 1.0),
+        (ToyGateway(Script(opens_s=500.0)), 1.0),
+    )
+    for toy, after_s in cases:
+        async with connected(toy.server) as client:
+            began = trio.current_time()
+            await client.send("POST", path, body(path, stream=is_streamed))
+            await trio.sleep(after_s)
+            toy.gateway.end()
+            answer = await client.receive()
+            assert trio.current_time() == began + after_s
+            if answer.status == 200:
+                *pieces, error = events_of(answer)
+                assert error["error"]["code"] == "not_ready"
+                assert "stopping" in error["error"]["message"]
+                assert finishes_of(pieces) == []
+                told = "".join(text_of(choice) for each in pieces for choice in each["choices"])
+                assert told == ("ab" if toy is slow else "")
+            else:
+                assert answer.status == 503
+                assert "stopping" in answer.document["error"]["message"]
+                assert not is_streamed or toy.completions.requests == []
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(toy.completions.left_at) == len(toy.completions.requests)
+            assert (await client.ask("POST", path, body(path))).status == 503
+            assert (await client.ask("GET", "/health/live")).status == 200
+
+
+async def test_who_asks_for_others_has_turns_for_them(autojump_clock: trio.testing.MockClock) -> None:
+    toy = ToyGateway()
+    for user in ("ann", "bob", "ann"):
+        await asked(toy, CHAT, user=user)
+    first, second, third = [each.client for each in toy.completions.requests]
+    assert first == third != second
 
 
 async def test_whose_answer_it_is(autojump_clock: trio.testing.MockClock) -> None:

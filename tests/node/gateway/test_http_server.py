@@ -11,6 +11,7 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 
+from kvasir_node.gateway import http_server
 from kvasir_node.gateway.http_messages import HttpHead, HttpReply, HttpRequest
 from kvasir_node.gateway.http_server import HttpLimits, HttpServer
 from kvasir_node.gateway.refusal import Refusal
@@ -38,6 +39,8 @@ class Echo:
             "/crash": self._crash,
             "/halfway": self._halfway,
         }
+        if request.head.path == "/slow":
+            await trio.sleep(1)
         if request.head.path in special:
             await special[request.head.path](reply)
         else:
@@ -215,6 +218,63 @@ async def test_the_longest_idle_connection_makes_room(autojump_clock: trio.testi
             assert await everything(idle.stream) == b""
             assert (await idle_for_less.ask("GET", "/a")).status == 200
             assert trio.current_time() == 2
+
+
+class FromAfar:
+    """Streams that come from an address, as far as the server can tell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.address = ""
+        monkeypatch.setattr(http_server, "_client_of", lambda _: self.address)
+
+
+async def test_one_address_has_so_many_connections_and_others_have_theirs(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = FromAfar(monkeypatch)
+    server = HttpServer(Echo(), HttpLimits(connections_of_address_max=2))
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect(address: str) -> HttpClient:
+            where.address = address
+            client = await stack.enter_async_context(connected(server))
+            await trio.testing.wait_all_tasks_blocked()
+            return client
+
+        busy, idle = await connect("2001:db8::1"), await connect("2001:db8::2")
+        await busy.send("GET", "/wait")
+        # The idle one makes room; where both are busy there is none.
+        third = await connect("2001:db8::3")
+        assert await everything(idle.stream) == b""
+        await third.send("GET", "/wait")
+        await trio.testing.wait_all_tasks_blocked()
+        fourth = await connect("2001:db8::4")
+        assert (await everything(fourth.stream)).startswith(b"HTTP/1.1 503 ")
+        for _ in range(3):
+            assert (await (await connect("192.0.2.1")).ask("GET", "/a")).status == 200
+            own = await connect("127.0.0.1")
+            await own.send("GET", "/wait")
+        assert server.n_connections == 2 + 2 + 3
+
+
+async def test_a_server_that_ends_answers_what_it_was_asked(autojump_clock: trio.testing.MockClock) -> None:
+    echo = Echo()
+    server = HttpServer(echo)
+    async with connected(server) as idle, connected(server) as busy, connected(server) as late:
+        assert (await idle.ask("GET", "/a")).headers.get("connection") is None
+        await busy.send("POST", "/slow", b"said")
+        await late.send("GET", "/wait")
+        await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.end, 3.0)
+            answer = await busy.receive()
+            assert (answer.body, answer.headers["connection"]) == (b"said", "close")
+            assert await everything(busy.stream) == b""
+            assert await everything(idle.stream) == b""
+        # Who does not come to an end is waited for only so long.
+        assert trio.current_time() == 3
+        assert echo.cancelled_at == []
+        assert server.n_connections == 1
 
 
 async def test_all_bodies_together_have_a_bound(autojump_clock: trio.testing.MockClock) -> None:

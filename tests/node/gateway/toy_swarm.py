@@ -21,6 +21,7 @@ from kvasir_node.gateway.ports import (
     Provenance,
     ServedModel,
     Standing,
+    Tokenizer,
     TokenRequest,
 )
 from kvasir_node.gateway.text_requests import ChatMessage
@@ -50,6 +51,7 @@ class Script:
 
     text: bytes = b"Hello"
     interval_s: float = 0.0
+    opens_s: float = 0.0
     first_s: float = 0.0
     finish: FinishReason = "stop"
     error: KvasirError | None = None
@@ -72,6 +74,7 @@ class ScriptedCompletions:
         await trio.lowlevel.checkpoint()
         if self.script.refusal is not None:
             raise self.script.refusal
+        await trio.sleep(self.script.opens_s)
         self.requests.append(request)
         try:
             async with contextlib.aclosing(self._tokens(request)) as tokens:
@@ -126,18 +129,23 @@ class PlainTemplates(ChatTemplates):
 class ToyGateway:
     """A gateway and all that it stands on."""
 
-    def __init__(self, script: Script | None = None, doors: Doors | None = None) -> None:
+    def __init__(
+        self,
+        script: Script | None = None,
+        doors: Doors | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.swarm = ToySwarm()
         self.completions = ScriptedCompletions(script or Script())
         self.metrics = GatewayMetrics()
-        gateway = Gateway(
+        self.gateway = Gateway(
             self.swarm,
             self.completions,
-            BytesTokenizer(),
+            tokenizer or BytesTokenizer(),
             PlainTemplates(),
             doors or Doors("127.0.0.1"),
             self.metrics,
             wall_time=lambda: 1_800_000_000,
             entropy=lambda count: bytes(range(count)),
         )
-        self.server = HttpServer(gateway, wall_time=lambda: 0)
+        self.server = HttpServer(self.gateway, wall_time=lambda: 0)
