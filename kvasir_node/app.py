@@ -8,13 +8,15 @@ runs the other way round and within a bounded time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,10 +27,15 @@ from kvasir_node.certification.kept_measurements import KeptMeasurements
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
+from kvasir_node.driver.completions import BackboneCompletions
+from kvasir_node.driver.gateway_duty import GatewayDuty, GatewaySettings
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
-from kvasir_node.driver.status_report import StatusSources, status_document
+from kvasir_node.driver.status_report import NO_GATEWAY, StatusSources, status_document
 from kvasir_node.experts_on_disk import ExpertsOnDisk
+from kvasir_node.gateway.chat_template import ChatTemplates
+from kvasir_node.gateway.doors import Doors
+from kvasir_node.gateway_token import load_gateway_token
 from kvasir_node.held_back import is_held_back
 from kvasir_node.home_lock import HomeLock
 from kvasir_node.kernel_in_use import KernelInUse, kernel_in_use
@@ -47,11 +54,14 @@ from kvasir_node.ports import Claim, EnginePort
 from kvasir_node.supervisor import start_engine
 from kvasir_node.swarm_files import KnownSwarm, SwarmFiles
 from kvasir_node.telemetry import bind_process, get_logger
+from kvasir_node.tokenizer.child_tokenizer import ChildTokenizer
 from kvasir_proto.admission import IssueInvite, format_invite
 from kvasir_proto.errors import (
+    ConfigurationInvalid,
     LocalProtocolError,
     ModelUnusable,
     NotReady,
+    PortInUse,
     RemoteProtocolError,
     TransportUnavailable,
     UsageError,
@@ -62,7 +72,7 @@ from kvasir_proto.instants import Duration, Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.measured_kernel import KeptMeasurement
-from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
+from kvasir_proto.messages.engine import Generate, SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
     EvaluateReply,
     EvaluateRequest,
@@ -196,6 +206,8 @@ class Node:
         self._home = home
         self._duty: NodeDuty | None = None
         self._addresses: tuple[str, ...] = ()
+        self._has_duty = trio.Event()
+        self._gateway: GatewayDuty | None = None
         self._stopping = trio.Event()
         self._started = now()
 
@@ -203,10 +215,17 @@ class Node:
 
     async def status_document(self) -> str:
         """The status report as JSON; complete in every state, also before anything is ready."""
+        sources = self._own_sources()
+        if self._duty is not None:
+            sources = await self._duty.sources(sources)
+        return json.dumps(status_document(sources, now()))
+
+    def _own_sources(self) -> StatusSources:
+        """What this process knows of itself."""
         state, reason = self._duty.state() if self._duty is not None else ("starting", "opening the network")
         if self._stopping.is_set():
             state, reason = "stopping", ""
-        sources = StatusSources(
+        return StatusSources(
             node_id=self._home.identity.node_id,
             state=state,
             reason=reason,
@@ -214,10 +233,17 @@ class Node:
             pid=os.getpid(),
             addresses=self._addresses,
             is_held_back=is_held_back(),
+            gateway=self.gateway_report(),
         )
-        if self._duty is not None:
-            sources = await self._duty.sources(sources)
-        return json.dumps(status_document(sources, now()))
+
+    def _sources_now(self) -> StatusSources:
+        """All that is known now, without asking an engine."""
+        sources = self._own_sources()
+        return sources if self._duty is None else self._duty.sources_now(sources)
+
+    def gateway_report(self) -> Mapping[str, Any]:
+        """Where the gateway answers, or why it does not."""
+        return NO_GATEWAY if self._gateway is None else self._gateway.report()
 
     async def generate(
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
@@ -304,18 +330,24 @@ class Node:
         home = self._home
         with HomeLock(home.locations.lock_file):
             bind_process(node=home.identity.node_id)
+            self._gateway = self._make_gateway()
             async with open_unwrapping_nursery() as outer:
                 await outer.start(self._watch_signals, early)
                 if stop_on_eof:
                     outer.start_soon(self._watch_standard_input)
                 await outer.start(ControlServer(home.locations.control_socket, self).run)
                 async with open_unwrapping_nursery() as nursery:
+                    if self._gateway is not None:
+                        nursery.start_soon(self._gateway.run)
                     nursery.start_soon(self._run_duty, on_listening)
                     await self._stopping.wait()
                     log.info("node_stopping")
                     outer.start_soon(_end_late_process)
-                    if self._duty is not None:
-                        await self._duty.leave()
+                    async with trio.open_nursery() as leaving:
+                        if self._gateway is not None:
+                            leaving.start_soon(self._gateway.end)
+                        if self._duty is not None:
+                            leaving.start_soon(self._duty.leave)
                     nursery.cancel_scope.cancel()
                 # Last, so that whoever asked us to stop hears of it when everything else has ended.
                 outer.cancel_scope.cancel()
@@ -358,9 +390,43 @@ class Node:
             host.set_stream_handler(duty.serve_stream)
             self._addresses = host.addresses()
             self._duty = duty
+            self._has_duty.set()
             log.info("node_listening", addresses=list(self._addresses))
             on_listening(self._addresses)
             await duty.run()
+
+    def _make_gateway(self) -> GatewayDuty | None:
+        """The gateway, unless it is switched off. Raises `ConfigurationInvalid` where it needs a token."""
+        home, configuration = self._home, self._home.configuration
+        if not configuration.gateway_enabled:
+            return None
+        token = load_gateway_token(home.locations.gateway_token_file)
+        try:
+            doors = Doors(
+                configuration.gateway_host,
+                token,
+                is_android=_is_android(),
+                names=frozenset(configuration.gateway_names),
+                origins=frozenset(configuration.gateway_origins),
+            )
+        except ConfigurationInvalid as error:
+            where = home.locations.gateway_token_file
+            raise ConfigurationInvalid(f"{error}. It is looked for in {where}") from error
+        return GatewayDuty(
+            settings=GatewaySettings(doors, configuration.gateway_port, configuration.engine_context_tokens),
+            completions=BackboneCompletions(_OwnBackbone(self)),
+            tokenizer=ChildTokenizer(),
+            templates=ChatTemplates(),
+            reaches_others=False,
+            open_listeners=_open_listeners,
+            known=self._sources_now,
+            wait_model=self._wait_model,
+            now=now,
+        )
+
+    async def _wait_model(self) -> StoredModel:
+        await self._has_duty.wait()
+        return await self._running_duty().wait_model()
 
     def _check_home(self) -> None:
         """Raise `ConfigurationInvalid` where nothing is to be done or trusted, before a port is opened."""
@@ -450,6 +516,37 @@ class Node:
             f"the swarm's model {digest.hex()[:12]} is not here: add its file with "
             "'kvasir-node models add FILE'"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnBackbone:
+    """The sessions of a node whose duties may not have begun yet (see `completions.SessionRunner`)."""
+
+    node: Node
+
+    async def run_session(
+        self,
+        wanted: Generate,
+        emit: Callable[[TokenEmitted], Awaitable[None]],
+        note_opened: Callable[[], None],
+    ) -> SessionEnded:
+        duty = self.node._running_duty()
+        return await duty.backbone.run_session(wanted, emit, note_opened)
+
+
+def _is_android() -> bool:
+    """Whether this machine's other programs are strangers that reach loopback too."""
+    return hasattr(sys, "getandroidapilevel") or {"ANDROID_ROOT", "ANDROID_DATA"} <= set(os.environ)
+
+
+async def _open_listeners(host: str, port: int) -> Sequence[trio.SocketListener]:
+    """Sockets for clients of the gateway. Raises `PortInUse`, `TransportUnavailable`."""
+    try:
+        return await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(f"port {port} of {host} is in use by another program") from error
+        raise TransportUnavailable(f"cannot listen at {host}: {error.strerror or error}") from error
 
 
 async def _end_late_process() -> None:

@@ -43,6 +43,10 @@ _NOT_KEYS: Final = frozenset({"KVASIR_HOME"})
 _ADDRESS: Final = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<node>[^/]+)"
 )
+_HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", re.ASCII)
+_SITE: Final = re.compile(r"https?://(?:[a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
+"""As a browser writes it: small letters, no path."""
+_NAMES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,22 @@ def _ranks(value: object) -> tuple[Rank, ...]:
     return tuple(rank for rank in RANKS if rank in ranks)
 
 
+def _host_names(value: object) -> tuple[str, ...]:
+    expected = _Refused("a list of host names such as gpu.example.org")
+    names = _list_of(value, expected)
+    if len(names) > _NAMES_MAX or not all(isinstance(each, str) and _HOST.fullmatch(each) for each in names):
+        raise expected
+    return tuple(str(each).lower() for each in names)
+
+
+def _origins(value: object) -> tuple[str, ...]:
+    expected = _Refused("a list of sites such as https://chat.example.org, each with its port if it has one")
+    sites = _list_of(value, expected)
+    if len(sites) > _NAMES_MAX or not all(isinstance(each, str) and _SITE.fullmatch(each) for each in sites):
+        raise expected
+    return tuple(str(each) for each in sites)
+
+
 def _truth(value: object) -> bool:
     truths = {True: True, False: False, "true": True, "false": False}
     if not isinstance(value, bool | str) or value not in truths:
@@ -215,6 +235,24 @@ class Configuration:
         "ids of nodes that the founder's node names as electors of a pinned swarm",
     )
     swarm_lan: bool = _key("swarm.lan", _truth, False, "find members on this LAN by mDNS, and be found")
+    gateway_enabled: bool = _key(
+        "gateway.enabled", _truth, True, "whether this node answers OpenAI clients over HTTP"
+    )
+    gateway_host: str = _key(
+        "gateway.host",
+        _ip_address,
+        "127.0.0.1",
+        "the address at which it does; any but loopback needs a token in the home",
+    )
+    gateway_port: int = _key(
+        "gateway.port", _integer(0, 65535), 8585, "its TCP port; 0 takes any that is free"
+    )
+    gateway_names: tuple[str, ...] = _key(
+        "gateway.names", _host_names, (), "host names that clients may call it by, beside localhost"
+    )
+    gateway_origins: tuple[str, ...] = _key(
+        "gateway.origins", _origins, (), "sites whose pages may ask, such as https://chat.example.org"
+    )
     node_ranks: tuple[Rank, ...] = _key(
         "node.ranks", _ranks, ("backbone", "output", "bulk"), "the ranks that this node stands for"
     )

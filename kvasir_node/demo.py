@@ -654,7 +654,7 @@ def _start_node(home: Path, *arguments: str) -> DemoNode:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=_environment() | {"NO_COLOR": "1"},
+            env=_environment() | {"NO_COLOR": "1", "KVASIR_GATEWAY_ENABLED": "false"},
             start_new_session=True,
         )
     return DemoNode(home.name, process, locate(home, _environment()), log_file)

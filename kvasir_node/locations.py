@@ -53,6 +53,11 @@ class Locations:
         return self.data / "lock"
 
     @property
+    def gateway_token_file(self) -> Path:
+        """What clients of the gateway have to know; optional."""
+        return self.data / "gateway-token"
+
+    @property
     def measurements(self) -> Path:
         """What was measured of the kernels of this machine."""
         return self.cache / "measurements"
@@ -86,6 +91,7 @@ class Locations:
             "runtime": self.runtime,
             "identity_file": self.identity_file,
             "lock_file": self.lock_file,
+            "gateway_token_file": self.gateway_token_file,
             "models": self.models,
             "control_socket": self.control_socket,
         }

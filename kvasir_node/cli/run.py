@@ -17,6 +17,8 @@ from kvasir_node.stop_signals import held_back
 @click.option("--listen-host", help="IP address at which other nodes reach this one.")
 @click.option("--listen-port", type=int, help="TCP port for other nodes; 0 takes a free one.")
 @click.option("--data-port", type=int, help="TCP port for activations; 0 takes a free one.")
+@click.option("--gateway-host", help="IP address for OpenAI clients; any but loopback needs a token.")
+@click.option("--gateway-port", type=int, help="TCP port for OpenAI clients; 0 takes a free one.")
 @click.option("--workers-min", type=int, help="Workers to wait for before the first plan, as backbone.")
 @click.option("--holders", type=int, help="Workers that hold each expert, as backbone.")
 @click.option("--ranks", help="Ranks that this node stands for, of backbone,output,bulk.")
@@ -51,6 +53,8 @@ def run(
     listen_host: str | None,
     listen_port: int | None,
     data_port: int | None,
+    gateway_host: str | None,
+    gateway_port: int | None,
     workers_min: int | None,
     holders: int | None,
     ranks: str | None,
@@ -77,6 +81,8 @@ def run(
         listen_host=listen_host,
         listen_port=listen_port,
         data_port=data_port,
+        gateway_host=gateway_host,
+        gateway_port=gateway_port,
         swarm_workers_min=workers_min,
         swarm_holders=holders,
         swarm_lan=lan,
@@ -95,11 +101,17 @@ def run(
 
     home = app.open_home(session.locations, configuration)
     remember_entrance(home.swarm_files, entrance)
+    node = app.Node(home)
 
     def say_where(addresses: tuple[str, ...]) -> None:
         note("kvasir-node is running; others join through:")
         for address in addresses:
             note(f"  {address}")
+        gateway = node.gateway_report()
+        if gateway["is_answering"]:
+            note(f"OpenAI clients use {gateway['address']}/v1")
+        elif gateway["is_enabled"]:
+            note(f"OpenAI clients are not answered yet: {gateway['reason']}")
 
     with held_back() as early:
-        trio.run(app.Node(home).run, say_where, stop_on_eof, early)
+        trio.run(node.run, say_where, stop_on_eof, early)

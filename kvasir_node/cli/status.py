@@ -192,6 +192,11 @@ def _fields(document: dict[str, Any]) -> Iterator[tuple[str, Cell | str]]:
         )
     for address in document["addresses"]:
         yield "address", address.partition("/p2p/")[0]
+    gateway = document["gateway"]
+    if gateway["is_answering"]:
+        yield "gateway", gateway["address"] + ("/v1, with a token" if gateway["needs_token"] else "/v1")
+    elif gateway["is_enabled"]:
+        yield "gateway", Cell(f"none: {gateway['reason']}", "yellow")
     if document["last_error"]:
         over = ", recovered" if document["last_error_recovered"] else ""
         yield "error", f"{document['last_error']} ({document['last_error_at']}{over})"

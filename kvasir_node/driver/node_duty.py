@@ -188,6 +188,7 @@ class NodeDuty:
         self._known = files.load_swarm()
         self._contact = "looking for the swarm"
         self._model: ModelOnDisk | None = None
+        self._has_model = trio.Event()
         self._said: CapabilityRecord | None = None
         self._certifier: KernelCertifier | None = None
         self._has_served = False
@@ -208,6 +209,7 @@ class NodeDuty:
         known = self._known or await self._enter()
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
+        self._has_model.set()
         self._pieces = ManifestPieces(self._model.stored.manifest)
         self._files.claim_slots(known.swarm.digest, self._host.node_id)
         self._certifier = await self._make_certifier(self._model)
@@ -701,8 +703,28 @@ class NodeDuty:
             return self._holder.state()
         return view.state, view.reason
 
+    async def wait_model(self) -> StoredModel:
+        """The swarm's model, once it is in this home."""
+        await self._has_model.wait()
+        assert self._model is not None
+        return self._model.stored
+
     async def sources(self, known: StatusSources) -> StatusSources:
-        """What a status document is made of: what the daemon knows, and all that this duty does."""
+        """As `sources_now`, with the counters of an engine, if it answers."""
+        known = self.sources_now(known)
+        if self._holder is None or self._backbone is None:
+            return known
+        view = known.view
+        is_backbone = view is not None and view.fence is not None and view.fence.backbone == known.node_id
+        return replace(
+            known, statistics=await _statistics_of(self._backbone if is_backbone else self._holder)
+        )
+
+    def sources_now(self, known: StatusSources) -> StatusSources:
+        """What a status document is made of: what the daemon knows, and all that this duty does.
+
+        Never waits, and so has no counters of an engine.
+        """
         core = self._core
         known = replace(
             known,
@@ -712,17 +734,14 @@ class NodeDuty:
         )
         if core is None or self._holder is None or self._backbone is None:
             return known
-        view = core.view()
-        is_backbone = view.fence is not None and view.fence.backbone == self._host.node_id
         return replace(
             known,
-            view=view,
+            view=core.view(),
             proof=core.proof,
             record_of=core.record_of,
             verdict_of=core.verdict_of,
             holder=self._holder.report(),
             backbone=self._backbone.report(),
-            statistics=await _statistics_of(self._backbone if is_backbone else self._holder),
         )
 
     async def leave(self) -> None:

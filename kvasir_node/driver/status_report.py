@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from kvasir_node import __version__
@@ -37,6 +38,15 @@ STATUS_SCHEMA_VERSION: Final = 1
 MISSING_RANGES_MAX: Final = 1024
 """Ranges of missing experts that are listed; the counts of pairs count all."""
 _FROM_WORST: Final = ("unfit", "none", "claimed", "verified")
+NO_GATEWAY: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "is_enabled": False,
+        "address": None,
+        "is_answering": False,
+        "needs_token": False,
+        "reason": "gateway.enabled is false",
+    }
+)
 
 
 def _nobody_has_a_record(_: NodeId) -> None:
@@ -62,6 +72,7 @@ class StatusSources:
     pid: int = 0
     addresses: tuple[str, ...] = ()
     is_held_back: bool | None = None
+    gateway: Mapping[str, Any] = field(default_factory=lambda: NO_GATEWAY)
     swarm: FoundedSwarm | None = None
     model: StoredModel | None = None
     view: NodeView | None = None
@@ -92,6 +103,7 @@ def status_document(sources: StatusSources, now: Instant) -> dict[str, Any]:
         "pid": sources.pid,
         "uptime_s": round(in_seconds(between(sources.started, now)), 1),
         "addresses": list(sources.addresses),
+        "gateway": dict(sources.gateway),
         **_swarm_part(sources.swarm),
         "model": model_report(sources.model) if sources.model is not None else None,
         "epoch": fence.epoch if fence is not None else 0,
@@ -412,6 +424,17 @@ def _certificate(sources: StatusSources, record: CapabilityRecord | None) -> str
     verdicts = [sources.verdict_of(record, rank) for rank in record.ranks]
     words = [floor if each == "none" else each for each in verdicts] or [floor]
     return min(words, key=_FROM_WORST.index)
+
+
+def certificate_of_swarm(sources: StatusSources) -> str:
+    """One word: the worst certificate of the backbone and of whom the plan names, as far as that is known."""
+    view = sources.view
+    if view is None or view.fence is None:
+        return "none"
+    serving = {view.fence.backbone, *(view.plan.nodes if view.plan is not None else ())}
+    return min(
+        (_certificate(sources, sources.record_of(each)) for each in sorted(serving)), key=_FROM_WORST.index
+    )
 
 
 def _newest_error(*reports: Mapping[str, Any]) -> dict[str, Any]:

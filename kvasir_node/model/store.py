@@ -98,6 +98,13 @@ class StoredModel:
         """Whether its experts can be had: its file is there, or it has an address."""
         return isinstance(self.source, ModelUrl) or self.source.exists()
 
+    def taken_in_at_s(self) -> int:
+        """When it was taken into the store, in seconds of Unix time; 0 where that cannot be said."""
+        try:
+            return int(self.manifest_path.stat().st_mtime)
+        except OSError:
+            return 0
+
     def context_length(self, wanted: int) -> int:
         """Positions of a context for this model: as many as wanted, at most what it was trained for."""
         return min(wanted, self.manifest.n_ctx_train or wanted)

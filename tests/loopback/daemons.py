@@ -61,6 +61,8 @@ class Daemon:
     def __init__(self, home: Path, *arguments: str) -> None:
         self.home = home
         self.arguments = arguments
+        self.has_gateway = "false"
+        """`gateway.enabled`: many daemons on one machine would want one port."""
         self.locations = locate(home, os.environ)
         self.log_file = home.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,6 +76,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=os.environ | {"KVASIR_GATEWAY_ENABLED": self.has_gateway},
                 start_new_session=True,
             )
         if previous is not None:

@@ -28,6 +28,12 @@ workers_min = 3
 holders = 2
 electors = ["{NODE}"]
 lan = true
+[gateway]
+enabled = false
+host = "0.0.0.0"
+port = 8000
+names = ["GPU.example.org", "box"]
+origins = ["https://chat.example.org", "http://[::1]:3000"]
 [node]
 ranks = ["bulk", "backbone"]
 memory_mib = 512
@@ -64,6 +70,9 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert configuration.swarm_bootstrap == (ADDRESS,)
     assert (configuration.swarm_workers_min, configuration.swarm_holders) == (3, 2)
     assert (configuration.swarm_electors, configuration.swarm_lan) == ((NODE,), True)
+    assert (configuration.gateway_enabled, configuration.gateway_host) == (False, "0.0.0.0")
+    assert (configuration.gateway_port, configuration.gateway_names) == (8000, ("gpu.example.org", "box"))
+    assert configuration.gateway_origins == ("https://chat.example.org", "http://[::1]:3000")
     assert (configuration.node_ranks, configuration.node_memory_mib) == (("backbone", "bulk"), 512)
     assert configuration.engine_threads == 4
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
@@ -113,6 +122,16 @@ def test_a_variable_sets_every_key(tmp_path: Path) -> None:
         ("[swarm]\nlan = 'yes'", ["swarm.lan", "true or false"]),
         ("[swarm]\nelectors = ['me']", ["swarm.electors", "node ids"]),
         ("[swarm]\nelectors = 7", ["swarm.electors", "node ids"]),
+        ("[gateway]\nhost = 'localhost'", ["gateway.host", "IP address"]),
+        ("[gateway]\nnames = ['a b']", ["gateway.names", "host names"]),
+        ("[gateway]\nnames = ['a:80']", ["gateway.names"]),
+        ("[gateway]\nnames = [7]", ["gateway.names"]),
+        ("[gateway]\norigins = ['chat.example.org']", ["gateway.origins", "https://"]),
+        ("[gateway]\norigins = ['https://chat.example.org/']", ["gateway.origins"]),
+        ("[gateway]\norigins = ['https://Chat.example.org']", ["gateway.origins"]),
+        ("[gateway]\norigins = ['*']", ["gateway.origins"]),
+        ("[gateway]\norigins = 'null'", ["gateway.origins"]),
+        ("[gateway]\ntoken = 'secret'", ["gateway.token"]),
         ("[node]\nranks = []", ["node.ranks", "backbone, output, bulk"]),
         ("[node]\nranks = ['bulk', 'bulk']", ["node.ranks", "at most once"]),
         ("[node]\nranks = 'worker'", ["node.ranks", "backbone, output, bulk"]),

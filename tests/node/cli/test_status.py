@@ -161,6 +161,27 @@ def test_a_backbone_shows_term_electors_coverage_members_and_the_last_error(tmp_
     assert "it answers" not in out, "what is well needs no reason"
 
 
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        ({"is_answering": True, "address": "http://[::1]:8585"}, "http://[::1]:8585/v1"),
+        (
+            {"is_answering": True, "address": "http://0.0.0.0:1", "needs_token": True},
+            "http://0.0.0.0:1/v1, with a token",
+        ),
+        ({"reason": "port 8585 is in use"}, "none: port 8585 is in use"),
+        ({"is_enabled": False}, None),
+    ],
+)
+def test_where_openai_clients_are_answered(tmp_path: Path, said: dict[str, Any], line: str | None) -> None:
+    document = joining()
+    document["gateway"] |= {"is_enabled": True, "reason": ""} | said
+    with twin_daemon(tmp_path, document):
+        lines = lines_of(call("status", home=tmp_path))
+    found = [each.partition(" ")[2].strip() for each in lines if each.startswith("gateway ")]
+    assert found == ([] if line is None else [line])
+
+
 def test_a_node_that_joins_says_what_it_knows(tmp_path: Path) -> None:
     with twin_daemon(tmp_path, joining()):
         lines = lines_of(call("status", home=tmp_path))

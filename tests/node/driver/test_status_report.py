@@ -183,6 +183,13 @@ def test_every_field_is_there_before_anything_is_known() -> None:
     assert (made["state"], made["reason"], made["node_id"]) == ("joining", "why", OWN)
     assert made["uptime_s"] == 60.0
     assert (made["epoch"], made["term"], made["votes"], made["backbone"]) == (0, 0, 0, None)
+    assert made["gateway"] == {
+        "is_enabled": False,
+        "address": None,
+        "is_answering": False,
+        "needs_token": False,
+        "reason": "gateway.enabled is false",
+    }
     assert (made["swarm"], made["certificates"], made["electorate"], made["model"]) == (None,) * 4
     assert (made["ranks"], made["members"], made["shards"], made["addresses"]) == ([],) * 4
     assert made["plan"] == {
