@@ -337,9 +337,7 @@ class Node:
                     outer.start_soon(self._watch_standard_input)
                 await outer.start(ControlServer(home.locations.control_socket, self).run)
                 async with open_unwrapping_nursery() as nursery:
-                    if self._gateway is not None:
-                        nursery.start_soon(self._gateway.run)
-                    nursery.start_soon(self._run_duty, on_listening)
+                    nursery.start_soon(self._run_duty, nursery, on_listening)
                     await self._stopping.wait()
                     log.info("node_stopping")
                     outer.start_soon(_end_late_process)
@@ -374,9 +372,11 @@ class Node:
                     os._exit(1)  # asked twice: at once
                 self.stop()
 
-    async def _run_duty(self, on_listening: Callable[[tuple[str, ...]], None]) -> None:
+    async def _run_duty(self, nursery: trio.Nursery, on_listening: Callable[[tuple[str, ...]], None]) -> None:
         home, configuration = self._home, self._home.configuration
         await trio.to_thread.run_sync(self._check_home, abandon_on_cancel=True)
+        if self._gateway is not None:
+            nursery.start_soon(self._gateway.run)
         last_port = LastPort(home.locations.state / "listen-port")
         options = HostOptions(
             configuration.listen_host,
