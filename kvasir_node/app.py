@@ -16,7 +16,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,6 @@ from kvasir_node.certification.kept_measurements import KeptMeasurements
 from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
-from kvasir_node.driver.completions import BackboneCompletions
 from kvasir_node.driver.gateway_duty import GatewayDuty, GatewaySettings
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
@@ -35,6 +35,7 @@ from kvasir_node.driver.status_report import NO_GATEWAY, StatusSources, status_d
 from kvasir_node.experts_on_disk import ExpertsOnDisk
 from kvasir_node.gateway.chat_template import ChatTemplates
 from kvasir_node.gateway.doors import Doors
+from kvasir_node.gateway.ports import GeneratedToken, TokenRequest
 from kvasir_node.gateway_token import load_gateway_token
 from kvasir_node.held_back import is_held_back
 from kvasir_node.home_lock import HomeLock
@@ -72,7 +73,7 @@ from kvasir_proto.instants import Duration, Instant, WallTime
 from kvasir_proto.limits import Role
 from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.measured_kernel import KeptMeasurement
-from kvasir_proto.messages.engine import Generate, SessionEnded, TokenEmitted
+from kvasir_proto.messages.engine import SessionEnded, TokenEmitted
 from kvasir_proto.messages.local import (
     EvaluateReply,
     EvaluateRequest,
@@ -414,10 +415,9 @@ class Node:
             raise ConfigurationInvalid(f"{error}. It is looked for in {where}") from error
         return GatewayDuty(
             settings=GatewaySettings(doors, configuration.gateway_port, configuration.engine_context_tokens),
-            completions=BackboneCompletions(_OwnBackbone(self)),
+            completions=_SwarmSessions(self),
             tokenizer=ChildTokenizer(),
             templates=ChatTemplates(),
-            reaches_others=False,
             open_listeners=_open_listeners,
             known=self._sources_now,
             wait_model=self._wait_model,
@@ -519,19 +519,13 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnBackbone:
-    """The sessions of a node whose duties may not have begun yet (see `completions.SessionRunner`)."""
+class _SwarmSessions:
+    """Sessions of a node whose duties may not have begun yet (see `gateway.ports.Completions`)."""
 
     node: Node
 
-    async def run_session(
-        self,
-        wanted: Generate,
-        emit: Callable[[TokenEmitted], Awaitable[None]],
-        note_opened: Callable[[], None],
-    ) -> SessionEnded:
-        duty = self.node._running_duty()
-        return await duty.backbone.run_session(wanted, emit, note_opened)
+    def open(self, request: TokenRequest) -> AbstractAsyncContextManager[AsyncIterator[GeneratedToken]]:
+        return self.node._running_duty().completions.open(request)
 
 
 def _is_android() -> bool:

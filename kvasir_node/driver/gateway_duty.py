@@ -78,7 +78,6 @@ class GatewayDuty:
         completions: Completions,
         tokenizer: ModelTokenizer,
         templates: ChatTemplates,
-        reaches_others: bool,
         open_listeners: Callable[[str, int], Awaitable[Sequence[trio.SocketListener]]],
         known: Callable[[], StatusSources],
         wait_model: Callable[[], Awaitable[StoredModel]],
@@ -87,10 +86,8 @@ class GatewayDuty:
         """``known`` is what the node knows now, ``wait_model`` gives the swarm's model once it is here.
 
         ``open_listeners`` listens at an address and port; it raises `PortInUse` or another `KvasirError`.
-        ``reaches_others``: whether ``completions`` are also those of a backbone that is another node.
         """
         self._settings = settings
-        self._reaches_others = reaches_others
         self._open_listeners = open_listeners
         self._known = known
         self._wait_model = wait_model
@@ -111,9 +108,7 @@ class GatewayDuty:
 
     def standing(self) -> Standing:
         """See `Swarm`."""
-        return standing_of(
-            self._known(), self._model, self._why_no_model, reaches_others=self._reaches_others
-        )
+        return standing_of(self._known(), self._model, self._why_no_model)
 
     def status(self) -> Mapping[str, Any]:
         """See `Swarm`: the status document, without what only an engine knows."""

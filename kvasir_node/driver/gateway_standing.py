@@ -28,14 +28,9 @@ class ReadModel:
     created: int
 
 
-def standing_of(
-    sources: StatusSources, model: ReadModel | None, why_no_model: str, *, reaches_others: bool
-) -> Standing:
-    """How things stand. ``model`` is None while it is not read, ``why_no_model`` says why.
-
-    ``reaches_others``: whether sessions can be had of a backbone that is another node.
-    """
-    obstacle = _obstacle(sources, reaches_others=reaches_others)
+def standing_of(sources: StatusSources, model: ReadModel | None, why_no_model: str) -> Standing:
+    """How things stand. ``model`` is None while it is not read, ``why_no_model`` says why."""
+    obstacle = _obstacle(sources)
     if model is None and not obstacle:
         obstacle = why_no_model or "the model's vocabulary is being read"
     return Standing(_served(sources, model), _provenance(sources), obstacle)
@@ -65,7 +60,7 @@ def _provenance(sources: StatusSources) -> Provenance | None:
     return Provenance(sources.swarm.digest.hex(), fence.epoch, fence.term, certificate_of_swarm(sources))
 
 
-def _obstacle(sources: StatusSources, *, reaches_others: bool) -> str:
+def _obstacle(sources: StatusSources) -> str:
     view = sources.view
     own = f"this node is {sources.state}" + (f": {sources.reason}" if sources.reason else "")
     if view is None or view.fence is None:
@@ -75,8 +70,6 @@ def _obstacle(sources: StatusSources, *, reaches_others: bool) -> str:
         return "" if sources.state in _SERVING else own
     if sources.state in _OUTSIDE:
         return own
-    if not reaches_others:
-        return f"the backbone is {backbone}, and this node asks no other node's"
     record = sources.record_of(backbone)
     if record is None or record.state in _SERVING:
         return ""

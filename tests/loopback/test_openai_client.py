@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import trio
@@ -24,7 +25,7 @@ from kvasir_node.model.gguf_format import text_entry
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import lay_out
 from kvasir_node.model.store import DEMO_MODEL
-from tests.loopback.daemons import Daemon, kvasir
+from tests.loopback.daemons import Daemon, kvasir, wait_for
 from tests.loopback.free_port import free_port
 from tests.node.gateway.toy_swarm import MODEL, Script, ToyGateway
 
@@ -164,8 +165,8 @@ def demo_with_template(path: Path) -> Path:
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[tuple[Daemon, str]]:
-    """A founder that is the backbone, and where its gateway answers; a worker holds the experts."""
+def serving(tmp_path: Path) -> Iterator[tuple[Daemon, str, str]]:
+    """A founder that is the backbone, and where its gateway answers; a worker, and where that one does."""
     model = demo_with_template(tmp_path / "tiny-chat.gguf")
     home, port = tmp_path / "founder", free_port()
     subprocess.run(kvasir("--home", str(home), "init", "--found", "--model", str(model)), check=True)
@@ -178,21 +179,29 @@ def serving(tmp_path: Path) -> Iterator[tuple[Daemon, str]]:
             tmp_path / "worker",
             *("--join", f"/ip4/127.0.0.1/tcp/{port}/p2p/{node_id}"),
             *("--ranks", "output,bulk", "--model", str(model)),
+            *("--gateway-port", "0"),
         )
+        worker.has_gateway = "true"
         try:
             worker.start()
             address = founder.wait(
                 lambda said: said["state"] == "ready" and said["gateway"]["is_answering"], "ready", 180.0
             )["gateway"]["address"]
-            yield founder, address
+            other = worker.wait(lambda said: said["gateway"]["is_answering"], "its gateway")
+            wait_for(lambda: is_ready(other["gateway"]["address"]), "the other gateway's readiness")
+            yield founder, address, other["gateway"]["address"]
         finally:
             worker.end()
     finally:
         founder.end()
 
 
-def test_the_client_on_real_daemons(serving: tuple[Daemon, str]) -> None:
-    founder, address = serving
+def is_ready(address: str) -> bool:
+    return httpx.get(f"{address}/health/ready", timeout=60).status_code == 200
+
+
+def test_the_client_on_real_daemons(serving: tuple[Daemon, str, str]) -> None:
+    founder, address, other = serving
     client = client_at(address)
     (name,) = [each.id for each in client.models.list()]
     assert name == "tiny-chat"
@@ -236,6 +245,11 @@ def test_the_client_on_real_daemons(serving: tuple[Daemon, str]) -> None:
     refused(
         lambda: client.completions.create(**greedy | {"prompt": "a" * 600}), openai.BadRequestError, "prompt"
     )
+
+    # A node that is no backbone asks the one that is.
+    elsewhere = client_at(other)
+    assert elsewhere.completions.create(**greedy).choices[0].text == text
+    assert streamed(elsewhere.completions.create(**greedy, stream=True))[0] == text
 
     # Streams that are cut by a daemon that stops end, each with the reason.
     begun = threading.Barrier(5, timeout=60)

@@ -100,7 +100,6 @@ class World:
             completions=self.completions,
             tokenizer=self.tokenizer,
             templates=PlainTemplates(),
-            reaches_others=False,
             open_listeners=self.open_listeners,
             known=lambda: self.sources,
             wait_model=self.wait_model,

@@ -71,23 +71,18 @@ def sources(
 def test_what_stands_in_the_way(state: str, backbone: str | None, said: str | None, obstacle: str) -> None:
     records = {} if said is None else {SECOND: record(SECOND, state=said, reason="it lacks experts")}
     known = sources(state, backbone, records)
-    made = standing_of(known, MODEL, "", reaches_others=True)
+    made = standing_of(known, MODEL, "")
     assert made.obstacle == obstacle
     assert made.model is not None
-    assert standing_of(known, None, "", reaches_others=True).obstacle == (obstacle or UNREAD)
-    assert standing_of(known, None, "no file", reaches_others=True).obstacle == (obstacle or "no file")
-    alone = standing_of(known, MODEL, "", reaches_others=False)
-    if backbone == "other" and not obstacle.startswith("this node"):
-        assert alone.obstacle == f"the backbone is {SECOND}, and this node asks no other node's"
-    else:
-        assert alone.obstacle == obstacle
+    assert standing_of(known, None, "").obstacle == (obstacle or UNREAD)
+    assert standing_of(known, None, "no file").obstacle == (obstacle or "no file")
 
 
 def test_before_anything_is_known() -> None:
     bare = StatusSources(node_id=OWN, state="starting", reason="", started=STARTED)
-    made = standing_of(bare, None, "", reaches_others=True)
+    made = standing_of(bare, None, "")
     assert (made.model, made.provenance, made.obstacle) == (None, None, "this node is starting")
-    assert standing_of(bare, MODEL, "", reaches_others=True).model is None
+    assert standing_of(bare, MODEL, "").model is None
 
 
 def test_model_and_provenance() -> None:
@@ -96,12 +91,12 @@ def test_model_and_provenance() -> None:
         SECOND: record(SECOND, ranks=("bulk",), verdicts=(RankVerdict("bulk", "claimed", bytes(32)),)),
     }
     known = sources("ready", "own", records, plan=plan_of_equals())
-    made = standing_of(known, MODEL, "", reaches_others=False)
+    made = standing_of(known, MODEL, "")
     digest = bytes(32).hex()
     assert made.model == ServedModel("tiny", digest, 1_700_000_000, 512, 2, (1,), "{{ x }}", "<s>", "</s>")
     assert known.swarm is not None
     # A holder of whom nothing is known here has no certificate that is.
     assert made.provenance == Provenance(known.swarm.digest.hex(), 2, 7, "none")
     records[THIRD] = record(THIRD)
-    made = standing_of(known, MODEL, "", reaches_others=False)
+    made = standing_of(known, MODEL, "")
     assert made.provenance == Provenance(known.swarm.digest.hex(), 2, 7, "claimed")
