@@ -447,7 +447,7 @@ class MembershipCore:
         claim = Claim(update.incarnation, update.state, update.instance, update[5], update[6])
         entry = self._table.get(node_id)
         if entry is self._self:
-            self._hear_of_self(claim, now)
+            self._hear_of_self(claim, source, now)
             return
         if entry is None:
             # Tombstones of members we never knew would be handed on for ever, each time as new.
@@ -669,13 +669,21 @@ class MembershipCore:
             self._reserve(wanted)
         self._claim_self(claim._replace(incarnation=wanted))
 
-    def _hear_of_self(self, claim: Claim, now: Now) -> None:
-        """Others' claims about us: what is not what we say, we outdo."""
+    def _hear_of_self(self, claim: Claim, source: NodeId, now: Now) -> None:
+        """Others' claims about us: what is not what we say, we outdo.
+
+        Claims are unsigned, so none of them is a reason to believe in a twin: whoever lies about us would
+        keep us from voting. The record that a twin has signed is one, so what is named as ours is looked for.
+        """
         own = self._self.claim
         if claim.incarnation < own.incarnation:
             return
+        if claim.record_sequence and claim[3:] > own[3:]:
+            self._effects.append(
+                RecordHint(self._node_id, claim.record_sequence, claim.record_digest, source)
+            )
         if claim.instance != own.instance:
-            self._meet_twin(claim.instance, claim.incarnation, now)
+            self._rise_above_another(claim.incarnation, now)
             own = self._self.claim
             if claim.state == "alive" or claim.incarnation < own.incarnation:
                 return
@@ -686,14 +694,18 @@ class MembershipCore:
                 self._effects.append(Notice("node_accused", (("state", claim.state),)))
             self._rise_above(claim.incarnation, now)
 
+    def _rise_above_another(self, incarnation: int, now: Now) -> None:
+        """Outdo a run that is not this one, at the pace of gossip and no faster: twins do not race."""
+        is_due = between(self._rose, now.instant) >= self._options.gossip_interval
+        if incarnation >= self._self.claim.incarnation and is_due:
+            self._rise_above(incarnation, now)
+
     def _meet_twin(self, instance: bytes, incarnation: int, now: Now) -> None:
-        """A run that is not ours speaks for us: an echo of an earlier run is outdone once, a twin is not."""
-        own = self._self.claim
-        if instance == own.instance:
+        """Who has proved to have our key speaks to us: a run before this one does so once, a twin goes on."""
+        if instance == self._self.claim.instance:
             return  # our own message, come back
         options = self._options
-        if incarnation >= own.incarnation and between(self._rose, now.instant) >= options.gossip_interval:
-            self._rise_above(incarnation, now)
+        self._rise_above_another(incarnation, now)
         if between(self._twin_first, now.instant) > options.conflict_memory:
             self._twin_signs, self._twin_told = 0, False
         if self._twin_signs == 0:

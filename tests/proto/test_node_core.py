@@ -568,6 +568,25 @@ def test_a_second_process_with_this_identity_is_named_and_neither_votes_nor_stan
     assert backbones(swarm) != [backbone]
 
 
+def test_a_twin_whose_record_went_past_this_node_is_found_by_what_others_name() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(5))
+    (backbone,) = backbones(swarm)
+    other = next(each for each in swarm.nodes.values() if each is not backbone)
+    assert backbone.core is not None
+    assert other.core is not None
+    own = backbone.core.record_of(backbone.node_id)
+    assert own is not None
+    twin = replace(own, sequence=own.sequence + 10**9, device="a copied home")
+    data = seal_record(backbone.key, swarm.swarm.digest, twin)
+    other.core.receive_published("records", data, other.node_id, swarm.now())
+    swarm._do(other)
+    core = backbone.core
+    assert swarm.run(seconds(30), lambda: core.view().state == "conflicted") < 30
+    assert "a record with this node's identity" in core.view().reason
+
+
 def test_in_a_swarm_by_invitation_strangers_are_not_heard_and_invites_admit_one_node() -> None:
     swarm = SmallSwarm(1, admission="invite")
     swarm.run(seconds(5))

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from kvasir_proto.ids import NodeId
-from kvasir_proto.membership.events import ClockSuspected, MemberChanged, SelfConflicted
+from kvasir_proto.membership.events import ClockSuspected, MemberChanged
 from tests.proto.membership.simulation import (
     MILLISECOND,
     NODE_IDS,
@@ -174,7 +174,8 @@ def test_wrong_clocks_are_named_on_both_sides_and_change_nothing_else() -> None:
         assert {each.node_id for each in members if each.condition == "clock_wrong"} == wrong
 
 
-def test_a_copied_home_is_noticed_by_both_copies_and_by_others() -> None:
+def test_a_copied_home_is_noticed_by_others() -> None:
+    """The copies themselves go by what was signed: `tests/node/driver/test_core_driver.py`."""
     swarm, names = whole(10, 6)
     original = swarm.nodes[names[3]]
     copy = NODE_IDS[50]  # where the simulation keeps the copy; its core says that it is names[3]
@@ -191,8 +192,6 @@ def test_a_copied_home_is_noticed_by_both_copies_and_by_others() -> None:
 
     swarm.link = to_one_of_them
     swarm.run(40 * SECOND)
-    assert {where for _, where, _ in swarm.told(SelfConflicted)} == {names[3]}
-    assert len(list(swarm.told(SelfConflicted))) >= 2
     conflicted = {
         where
         for _, where, event in swarm.told(MemberChanged)
