@@ -355,6 +355,8 @@ _EFFECTS: Final = frozenset(get_args(Effect))
 """What no other core hears of."""
 _HEARD_FROM_ANYBODY: Final = (*RECORD_MESSAGES, *ADMISSION_MESSAGES)
 _NOT_NEEDED: Final = "the plan needs nothing of it"
+_BACKBONE: Final = "the backbone "
+"""What a follower's reason begins with that is its backbone's."""
 _AFTER_A_CONFLICT: Final = "Start it again once the other one is gone"
 
 
@@ -824,13 +826,17 @@ class NodeCore:
         if backbone is None or backbone.state in ("dead", "left"):
             seen = "is not known here" if backbone is None else f"is {backbone.state}"
             if self._membership.live_count == 1:
-                return "isolated", f"no member answers, and the backbone {fence.backbone} {seen}"
-            return "electing", f"the backbone {fence.backbone} {seen}"
+                return "isolated", f"no member answers, and {_BACKBONE}{fence.backbone} {seen}"
+            n_seen, n_needed, electors = self._electors_seen()
+            why = f"; {electors}" if n_seen < n_needed else ""
+            return "electing", as_sentence(f"{_BACKBONE}{fence.backbone} {seen}{why}")
         said = self._book.record_of(fence.backbone)
         is_served = said is not None and said.state in ("ready", "degraded")
         if self._plan is None or not _is_of(self._plan, fence):
             # A plan is offered to those it names before anybody else: whose backbone serves is not needed.
-            return ("ready", _NOT_NEEDED) if is_served else ("joining", "no plan yet")
+            if is_served:
+                return "ready", _NOT_NEEDED
+            return "joining", "no plan yet" if said is None else as_sentence(_waits_for(said))
         if self._refusal is not None:
             return "degraded", self._refusal.reason
         shard = self._plan.shard_of(self._node_id)
@@ -839,20 +845,16 @@ class NodeCore:
             return "loading", f"loading {len(shard)} experts"
         if said is not None and not is_served:
             # Nobody is served by a swarm whose backbone is not: what it waits for is its own to say.
-            why = f": {said.reason}" if said.reason else ""
-            return "joining", as_sentence(f"the backbone {fence.backbone} is {said.state}{why}")
+            return "joining", as_sentence(_waits_for(said))
         return "ready", "" if is_needed else _NOT_NEEDED
 
     def _state_of_backbone(self, fence: ProvenTerm) -> tuple[NodeState, str]:
         if self._election.lease_until is None:
-            electorate = self._election.electorate
-            n_seen = sum(self._is_live(node_id_of(each)) for each in electorate.members)
-            seen = f"{n_seen} of {len(electorate.members)} electors are seen here"
+            n_seen, n_needed, electors = self._electors_seen()
+            if n_seen >= n_needed:
+                electors += ", and fewer grant it"
             lease = f"the lease of ({fence.epoch}, {fence.term})"
-            return (
-                "isolated",
-                f"no quorum of the electorate grants {lease}: {seen}, {electorate.quorum} are needed",
-            )
+            return "isolated", f"no quorum of the electorate grants {lease}: {electors}"
         plan = self._plan
         if plan is None or not _is_of(plan, fence):
             n_workers = sum(
@@ -871,6 +873,15 @@ class NodeCore:
                 f"the first in layer {first.layer}: {first.reason}"
             )
         return ("degraded", plan.degraded) if plan.degraded else ("ready", "")
+
+    def _electors_seen(self) -> tuple[int, int, str]:
+        """How many electors are alive for all that is seen here, how many are needed, and both in words."""
+        electorate = self._election.electorate
+        n_seen = sum(self._is_live(node_id_of(each)) for each in electorate.members)
+        words = (
+            f"{n_seen} of {len(electorate.members)} electors are seen here, {electorate.quorum} are needed"
+        )
+        return n_seen, electorate.quorum, words
 
     def _coverage(self) -> tuple[Coverage | None, tuple[Missing, ...]]:
         """How well the plan is served: as backbone by those that said so, else by those that are there."""
@@ -1647,6 +1658,14 @@ class NodeCore:
 def _is_worker(record: CapabilityRecord) -> bool:
     """Whether a node stands for experts."""
     return "output" in record.ranks or "bulk" in record.ranks
+
+
+def _waits_for(said: CapabilityRecord) -> str:
+    """What the backbone with this record waits for, in its words; not what it said as a follower before."""
+    if said.reason.startswith(_BACKBONE):
+        return f"{_BACKBONE}{said.node_id} has only just been elected"
+    why = f": {said.reason}" if said.reason else ""
+    return f"{_BACKBONE}{said.node_id} is {said.state}{why}"
 
 
 def _is_of(plan: Plan, term: ProvenTerm) -> bool:

@@ -73,7 +73,8 @@ class ProvenKnowledge:
     """See the module. `root` is the founder alone; `anchor` the digest of the electorate an invite named.
 
     Until an electorate with that digest is reached nothing is proven: the founder's key alone could prove any
-    term to somebody who knows only the root.
+    term to somebody who knows only the root. A node whose stored electorates end before its stored fence has
+    that fence's electorate as its anchor.
     """
 
     def __init__(
@@ -124,6 +125,10 @@ class ProvenKnowledge:
         self.proof, proof = read_fence(data)
         self.fence = ProvenTerm(proof.epoch, proof.term, proof.backbone)
         self._ballots.see(proof.votes)
+        if proof.electorate.order > self.newest.order:
+            # The slot `electorate` was deleted, is an older copy or could not be written. Who went on from
+            # the root, the founder above all, would elect itself beside the swarm.
+            self._anchor, self.is_anchored = proof.electorate.digest(), False
 
     # --- what is known --------------------------------------------------------------------------------------
 

@@ -1136,9 +1136,47 @@ def test_nobody_says_ready_while_the_backbone_is_not() -> None:
     view = last.core.view()
     assert view.state == "joining"
     assert f"the backbone {backbone.node_id} is isolated: no quorum" in view.reason
+    late = swarm.add(5)
+    swarm.run(seconds(20))
+    assert late.core is not None
+    view = late.core.view()
+    assert f"the backbone {backbone.node_id} is isolated: no quorum" in view.reason, "also who has no plan"
     for each in others:
         swarm.start(each)
     swarm.run(seconds(30), lambda: all_ready(swarm))
+
+
+def test_who_waits_for_an_election_that_cannot_be_says_how_many_electors_are_missing() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    swarm.run(seconds(20))
+    (backbone,) = backbones(swarm)
+    killed, *left = (each for each in swarm.nodes.values() if each is not backbone)
+    for each in (backbone, killed):
+        swarm.kill(each)
+    swarm.run(seconds(40))
+    for each in left:
+        assert each.core is not None
+        view = each.core.view()
+        assert view.state == "electing"
+        assert view.reason.endswith("is dead; 2 of 4 electors are seen here, 3 are needed")
+
+
+def test_a_backbone_is_not_quoted_with_what_it_said_of_the_one_before() -> None:
+    swarm = SmallSwarm(4)
+    swarm.run(seconds(20), lambda: all_ready(swarm))
+    (backbone,) = backbones(swarm)
+    follower = next(each for each in swarm.nodes.values() if each is not backbone)
+    assert backbone.core is not None
+    assert follower.core is not None
+    own = backbone.core.record_of(backbone.node_id)
+    assert own is not None
+    reason = f"the backbone {follower.node_id} is isolated: no quorum"
+    earlier = replace(own, sequence=own.sequence + 1, state="joining", reason=reason)
+    data = seal_record(backbone.key, swarm.swarm.digest, earlier)
+    follower.core.receive_published("records", data, follower.node_id, swarm.now())
+    view = follower.core.view()
+    assert view.reason == f"the backbone {backbone.node_id} has only just been elected"
 
 
 def test_an_unsteady_node_that_is_elected_all_the_same_leaves_the_lease_to_one_that_is_well() -> None:

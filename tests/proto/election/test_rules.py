@@ -10,6 +10,7 @@ from kvasir_proto.election.configuration import make_recovery
 from kvasir_proto.election.options import LAN
 from kvasir_proto.election.readiness import sign_pre_vote
 from kvasir_proto.election.requests import AdoptProof, CatchUp, Recover
+from kvasir_proto.election.states import Role
 from kvasir_proto.errors import RemoteProtocolError
 from kvasir_proto.ids import node_id_of
 from kvasir_proto.instants import milliseconds
@@ -167,6 +168,45 @@ def test_an_elector_that_restarts_between_two_requests_of_a_term_votes_once(
     assert (answer.reason if isinstance(answer, VoteRefusal) else None) == refusal
     if not forgets and wait_ms == PROMISE_MS:
         assert asked_to_vote(swarm, elector, first, term) == vote, "the one it voted for gets the same vote"
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["gone", "an older copy"])
+@pytest.mark.parametrize("number", range(4))
+def test_who_has_lost_its_electorates_elects_nobody_until_it_has_learned_them_again(
+    number: int, is_older: bool
+) -> None:
+    """The founder would be an electorate of itself again, and a backbone beside the swarm's."""
+    swarm = Swarm(5, 5, rule="open", electors_max=4)
+    swarm.start_all()
+    swarm.run(6000, until=lambda: len(swarm.electorates) >= 2)
+    older = {
+        each: node.disk["electorate"] for each, node in enumerate(swarm.nodes) if "electorate" in node.disk
+    }
+    swarm.run(6000)
+    assert settled(swarm)
+    core = swarm.nodes[number].core
+    assert core is not None
+    fence, electorate = core.fence, core.electorate
+    for each in range(5):
+        swarm.crash(each)
+    del swarm.nodes[number].disk["electorate"]
+    copy = older[number]
+    if is_older and copy is not None:
+        swarm.nodes[number].disk["electorate"] = copy
+    swarm.start(number)
+    swarm.run(20_000)
+    alone = swarm.nodes[number].core
+    assert alone is not None
+    assert (alone.fence, alone.role) == (fence, Role.FOLLOWER)
+    assert fence is not None
+    answer = asked_to_vote(swarm, number, (number + 1) % 4, fence.term + 1)
+    assert isinstance(answer, VoteRefusal)
+    for each in range(5):
+        if each != number:
+            swarm.start(each)
+    swarm.run(15_000)
+    assert settled(swarm)
+    assert alone.electorate.order >= electorate.order
 
 
 def test_a_node_with_an_anchor_believes_nothing_before_it() -> None:
