@@ -332,8 +332,7 @@ class Continuation:
             return
         self._note_place(now)
         self._waited, self._n_losses, self._n_retries = Duration(0), 0, 0
-        if token.finish != "stop":
-            self._emitted.append(token.token)
+        self._emitted.append(token.token)
         if token.finish is None and len(self._emitted) >= wanted.n_tokens_max:
             # It is the last, whatever the backbone thinks.
             token = SessionToken(

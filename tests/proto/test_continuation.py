@@ -310,6 +310,23 @@ def test_a_token_between_makes_up_for_what_was_lost() -> None:
     assert len(talk.of(Deliver)) == 7
 
 
+def test_leases_that_end_in_good_order_are_no_losses_and_waits_between_tokens_do_not_add_up() -> None:
+    talk = running()
+    for number in range(2, 8):
+        talk.hear(SessionBroken(TERM_OVER, "over", False), attempt=number - 1)
+        talk.core.command(FollowTerm(None), talk.now)
+        talk.wait(seconds(8))
+        talk.follow(number)
+        talk.hear(SessionPlaced(), attempt=number)
+    assert not talk.core.is_over
+    talk.hear(token(4, 7), attempt=7)
+    talk.core.command(FollowTerm(None), talk.now)
+    talk.wait(seconds(59))
+    assert not talk.core.is_over, "48 s were before the token"
+    talk.wait(seconds(2))
+    assert talk.core.is_over
+
+
 @pytest.mark.parametrize(
     "message, effect",
     [
