@@ -455,11 +455,12 @@ class BackboneEngine:
         if message.n_emitted and message.n_emitted >= len(prompt):
             raise UsageError("a session has a prompt before what was emitted of it")
         ends = frozenset(message.end_tokens)
-        opened = Open(message.session, message.client, prompt, message.n_tokens, ends, deadline)
+        opened = Open(
+            message.session, message.client, prompt, message.n_tokens, ends, deadline, message.n_emitted
+        )
         self._reports.begin(message.session, len(prompt) - message.n_emitted)
-        wanted = WantedSession(opened, message.sampling, message.n_top, message.n_emitted)
         try:
-            has_place = self._sessions.open(wanted)
+            has_place = self._sessions.open(WantedSession(opened, message.sampling, message.n_top))
         except BaseException:
             self._reports.forget(message.session)
             raise

@@ -118,15 +118,11 @@ class SessionContext:
 
 @dataclass(frozen=True, slots=True)
 class WantedSession:
-    """A session that is wanted; ``n_top`` is None where no log-probabilities are.
-
-    The last ``n_emitted`` of its tokens are not the prompt's: they were emitted before, elsewhere.
-    """
+    """A session that is wanted; ``n_top`` is None where no log-probabilities are."""
 
     opened: Open
     sampling: Sampling | SamplingOptions
     n_top: int | None = None
-    n_emitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +378,7 @@ class Sessions:
         wanted = live.wanted
         if live.sampler is None:
             tokens = wanted.opened.tokens
-            emitted = tokens[len(tokens) - wanted.n_emitted :]
+            emitted = tokens[len(tokens) - wanted.opened.n_emitted :]
             live.sampler = Sampler(wanted.sampling, trunk.n_vocab, emitted)
         logits = trunk.logits(index)
         token = live.sampler.sample(logits, position)

@@ -351,10 +351,22 @@ class SessionCore:
         for session in decoding:
             yield session, 1
         for session in self._in_turn(each for each in sessions if each.n_pending > 1):
-            n_tokens = min(room, session.n_pending)
+            n_tokens = min(room, self._stretch(session))
             if n_tokens:
                 yield session, n_tokens
             room -= n_tokens
+
+    def _stretch(self, session: _Session) -> int:
+        """How many of a session's pending tokens may go through the layers together.
+
+        In a context with one session they go as they went the first time: the prompt by itself, and what was
+        emitted one by one, since how many go together decides in which order numbers are added. So whoever
+        goes on with a session, here after a failure or elsewhere, computes the very same.
+        """
+        if self._options.sessions_per_context > 1:
+            return session.n_pending
+        n_prompt = len(session.opened.tokens) - session.opened.n_emitted
+        return max(1, n_prompt - session.n_decoded)
 
     def _take_decoded(self, context: _Context, event: Decoded, now: Instant) -> None:
         wanted = {each.session for each in context.decoding if each.is_sampled}

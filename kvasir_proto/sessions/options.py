@@ -33,7 +33,9 @@ class SessionOptions:
     """Tokens that go through the layers together."""
 
     sessions_per_context: int = 8
-    """Sessions that decode together. More of them hide more of a slow link and make each reply larger."""
+    """Sessions that decode together. More of them hide more of a slow link and make each reply larger. With
+    one, whoever goes on with a session computes what was emitted token by token, as it was the first time:
+    identical, and as slow as that was."""
 
     prefill_chunk: int = 64
     """Tokens of prompts beside decoding sessions: a larger chunk ends a prompt sooner and lets everybody else

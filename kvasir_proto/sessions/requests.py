@@ -20,8 +20,9 @@ from kvasir_proto.limits import EndReason
 class Open:
     """A session is wanted: up to ``n_tokens`` more after ``tokens``, and none after one of ``end_tokens``.
 
-    ``tokens`` are the prompt, and behind it what was emitted already where a session is gone on with.
-    ``client`` names whose turn it is: clients share alike, however many sessions each has.
+    ``tokens`` are the prompt, and behind it ``n_emitted`` that were emitted already, elsewhere, where a
+    session is gone on with. ``client`` names whose turn it is: clients share alike, however many sessions
+    each has.
     """
 
     session: SessionId
@@ -30,6 +31,7 @@ class Open:
     n_tokens: int
     end_tokens: frozenset[int]
     deadline: Instant
+    n_emitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,9 +81,9 @@ class Control:
         return [each.token for each in self.tokens.get(named(name), [])]
 
 
-@pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
-    manifest = tmp_path_factory.mktemp("engine") / "manifest"
+@contextlib.contextmanager
+def controlled(directory: Path, n_sessions: int) -> Iterator[Control]:
+    manifest = directory / "manifest"
     manifest.write_bytes(build_manifest(DEMO_MODEL).encode())
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -104,12 +106,18 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
                 coverage_patience_ns=0,
                 device="none",
                 rpc=None,
-                sessions=4,
+                sessions=n_sessions,
             )
         )
         assert isinstance(control.receive(), TrunkLoaded)
         yield control
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    with controlled(tmp_path_factory.mktemp("engine"), 4) as control:
+        yield control
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +179,32 @@ def test_a_session_that_is_gone_on_with_is_equivalent_to_one_that_never_stopped(
             assert len(again) == len(whole) - n_emitted
             assert (again[-1].is_last, whole[-1].is_last) in ((True, True), (False, False))
     assert n_parted <= 1
+
+
+@pytest.mark.parametrize("sampling", [PENALISED, DRAWN], ids=["penalised", "drawn"])
+def test_with_one_session_in_a_context_going_on_is_identical_bit_for_bit(
+    tmp_path: Path, sampling: SamplingOptions
+) -> None:
+    """Prompt and emitted tokens are computed in the shapes of the first time, wherever it was cut."""
+    prompt = tuple(10 + index % 90 for index in range(70))  # more than one ubatch
+    with controlled(tmp_path, 1) as control:
+        whole = next(NAMES)
+        control.generate(whole, None, 16, token_ids=prompt, n_top=8, sampling=sampling)
+        control.wait(whole)
+        for n_emitted in range(1, len(control.ids(whole))):
+            rest, before = next(NAMES), tuple(control.ids(whole)[:n_emitted])
+            control.generate(
+                rest,
+                None,
+                16 - n_emitted,
+                token_ids=(*prompt, *before),
+                n_emitted=n_emitted,
+                n_top=8,
+                sampling=sampling,
+            )
+            control.wait(rest)
+            expected = control.tokens[named(whole)][n_emitted:]
+            assert [replace(each, session=named(whole)) for each in control.tokens[named(rest)]] == expected
 
 
 def test_a_session_without_a_prompt_before_what_was_emitted_is_refused(control: Control) -> None:

@@ -406,8 +406,8 @@ def test_what_was_emitted_elsewhere_counts_for_penalties(toys: Callable[..., Toy
         if next_token((first, again, again)) == again
     )
     for name, n_emitted in ((1, 0), (2, 2)):
-        opened = Open(named(name), "someone", tokens, 1, frozenset(), NEVER)
-        toy.sessions.open(WantedSession(opened, options, n_emitted=n_emitted))
+        opened = Open(named(name), "someone", tokens, 1, frozenset(), NEVER, n_emitted)
+        toy.sessions.open(WantedSession(opened, options))
         toy.heard.wait(name)
     assert toy.heard.ids(1) == [tokens[-1]]
     assert toy.heard.ids(2) != [tokens[-1]]

@@ -161,6 +161,38 @@ def test_a_full_queue_refuses_with_the_time_to_come_again() -> None:
     assert seconds(1) < later.retry_after < seconds(30), "sessions took 30 s, and then none"
 
 
+@pytest.mark.parametrize("n_emitted", [0, 1, 5])
+def test_one_session_in_a_context_goes_on_in_the_shapes_of_the_first_time(n_emitted: int) -> None:
+    """Also after a failure that lost all of the cache."""
+    options = small(sessions_per_context=1, kept_prefixes=0)
+    first = ToyBackbone(options)
+    prompt = [*endless(1), *range(2, 21)]
+    whole = first.open(1, prompt, 12)
+    first.run()
+    sizes = [len(each.places) for each in first.decodes]
+    assert sizes == [16, 4, *[1] * (len(whole.tokens) - 1)]
+    second = ToyBackbone(options)
+    rest = second.open(1, [*prompt, *whole.tokens[:n_emitted]], 12 - n_emitted, n_emitted=n_emitted)
+    second.run()
+    assert [len(each.places) for each in second.decodes] == sizes
+    assert rest.tokens == whole.tokens[n_emitted:]
+    third = ToyBackbone(options)
+    third.open(1, prompt, 12)
+    for _ in range(5):
+        third.step(0)
+    n_before = len(third.decodes)
+    third.step(fails=lambda _: DecodeFailed("", "", (), is_aborted=True), n_left=1)
+    third.run()
+    assert [len(each.places) for each in third.decodes[n_before:]] == sizes
+
+
+def test_sessions_together_go_on_in_as_few_ubatches_as_there_can_be() -> None:
+    backbone = ToyBackbone(small())
+    backbone.open(1, range(1, 41), 3, n_emitted=20)
+    backbone.run()
+    assert [len(each.places) for each in backbone.decodes][:3] == [16, 16, 8]
+
+
 def test_prompts_that_wait_are_bounded_in_tokens() -> None:
     backbone = ToyBackbone(small(sessions_per_context=1, waiting_tokens_max=50))
     backbone.open(1, [1], 5)

@@ -122,9 +122,10 @@ class ToyBackbone:
         client: str = "someone",
         deadline: Instant = LATE,
         end_tokens: frozenset[int] = frozenset(),
+        n_emitted: int = 0,
     ) -> Seen:
         session = SessionId(name.to_bytes(16, "big"))
-        opened = Open(session, client, tuple(prompt), n_tokens, end_tokens, deadline)
+        opened = Open(session, client, tuple(prompt), n_tokens, end_tokens, deadline, n_emitted)
         self.seen[session], self.opened[session] = Seen(), opened
         self.command(opened)
         return self.seen[session]
