@@ -603,6 +603,7 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             device=configuration.engine_device,
             memory_bytes=memory_bytes,
             standby=True,
+            n_sessions=configuration.engine_sessions,
         ),
     )
 

@@ -20,7 +20,15 @@ from typing import Any, Final, Literal, get_args
 from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import ConfigurationInvalid, UsageError
 from kvasir_proto.ids import is_node_id
-from kvasir_proto.limits import CONTEXT_LENGTH_MAX, HOLDERS_MAX, RANKS, WORKERS_MAX, Kernel, Rank
+from kvasir_proto.limits import (
+    CONTEXT_LENGTH_MAX,
+    HOLDERS_MAX,
+    RANKS,
+    SESSIONS_TOGETHER_MAX,
+    WORKERS_MAX,
+    Kernel,
+    Rank,
+)
 
 FILE_SIZE_MAX: Final = 1 << 20
 """Bytes of the largest `kvasir.toml`."""
@@ -271,6 +279,12 @@ class Configuration:
     )
     engine_ubatch_tokens: int = _key(
         "engine.ubatch_tokens", _integer(1, CONTEXT_LENGTH_MAX), 512, "positions computed at once in a prompt"
+    )
+    engine_sessions: int = _key(
+        "engine.sessions",
+        _integer(1, SESSIONS_TOGETHER_MAX),
+        8,
+        "sessions that decode together; with 1, what another backbone goes on with is the same bit for bit",
     )
     engine_kernel: Kernel = _key(  # noqa: RUF009 - a frozen key, as every other one
         "engine.kernel",

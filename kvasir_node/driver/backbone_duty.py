@@ -110,9 +110,6 @@ OWN_RETRY_S: Final = 30.0
 FAILURES_SHOWN_MAX: Final = 4
 """Holders whose trouble the state's reason names."""
 
-SESSIONS_TOGETHER: Final = 8
-"""Sessions that decode together; they share the context's cells."""
-
 SESSIONS_MAX: Final = 72
 """Sessions that run or wait; the engine refuses before, with the time to come again."""
 
@@ -126,7 +123,8 @@ class BackboneSettings:
     """What the configuration says about this duty.
 
     `memory_bytes` is offered for experts that the plan gives this node itself. A `standby` keeps an engine
-    with the trunk loaded also while another node is the backbone.
+    with the trunk loaded also while another node is the backbone. `n_sessions` decode together and share the
+    context's cells.
     """
 
     n_ctx: int
@@ -135,6 +133,7 @@ class BackboneSettings:
     device: str
     memory_bytes: int
     standby: bool
+    n_sessions: int = 8
 
 
 @dataclass(slots=True)
@@ -661,7 +660,7 @@ class BackboneDuty:
                     device=self._settings.device,
                     rpc=None,
                     audit_path=await self._audit_path(),
-                    sessions=SESSIONS_TOGETHER,
+                    sessions=self._settings.n_sessions,
                 )
                 self._trunk = await load_trunk(engine, request)
                 self._note_trunk(self._trunk)

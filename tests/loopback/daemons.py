@@ -55,9 +55,6 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENC
 class Daemon:
     """One daemon in its own home, that can be started more than once."""
 
-    program = "kvasir_node"
-    """The module that is run."""
-
     def __init__(self, home: Path, *arguments: str) -> None:
         self.home = home
         self.arguments = arguments
@@ -72,7 +69,7 @@ class Daemon:
         previous = self._process
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.program, "--home", str(self.home), "run", *self.arguments],
+                kvasir("--home", str(self.home), "run", *self.arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -135,16 +132,13 @@ class Daemon:
 
 
 async def run_session(
-    daemon: Daemon,
-    n_tokens: int,
-    on_token: Callable[[int], None] = lambda _: None,
-    sampling: Sampling = SAMPLING,
+    daemon: Daemon, n_tokens: int, on_token: Callable[[int], None] = lambda _: None
 ) -> list[int]:
     """The token ids of one session on a fixed prompt; ``on_token`` is told how many there are after each."""
     tokens: list[int] = []
     with trio.fail_after(PATIENCE_S):
         async with connect_daemon(daemon.locations) as connection:
-            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, sampling))
+            await connection.send(GenerateRequest(None, (5, 6, 7), n_tokens, SAMPLING))
             while True:
                 reply = await connection.receive()
                 if isinstance(reply, GenerateEnd):

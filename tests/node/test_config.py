@@ -41,6 +41,7 @@ memory_mib = 512
 threads = 4
 context_tokens = 8192
 ubatch_tokens = 256
+sessions = 1
 device = "Vulkan0"
 kernel = "emulated-f16"
 kernel_device = "some card"
@@ -76,6 +77,7 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert (configuration.node_ranks, configuration.node_memory_mib) == (("backbone", "bulk"), 512)
     assert configuration.engine_threads == 4
     assert (configuration.engine_context_tokens, configuration.engine_ubatch_tokens) == (8192, 256)
+    assert configuration.engine_sessions == 1
     assert (configuration.engine_device, configuration.engine_kernel) == ("Vulkan0", "emulated-f16")
     assert configuration.engine_kernel_device == "some card"
     assert (configuration.models_cache_mib, configuration.models_cache_bytes) == (1000, 1000 << 20)
