@@ -32,7 +32,7 @@ from kvasir_node.driver.gateway_duty import GatewayDuty, GatewaySettings
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import NO_GATEWAY, StatusSources, status_document
-from kvasir_node.experts_on_disk import ExpertsOnDisk
+from kvasir_node.experts_on_disk import ExpertsOnDisk, ShelfOnDisk
 from kvasir_node.gateway.chat_template import ChatTemplates
 from kvasir_node.gateway.doors import Doors
 from kvasir_node.gateway.ports import GeneratedToken, TokenRequest
@@ -466,15 +466,22 @@ class Node:
             entropy=random.Random(secrets.token_bytes(32)),  # noqa: S311 - seeded from what nobody knows
             now=now,
             wall_time=wall_time,
-            keep_experts=lambda model: ExpertsOnDisk(
-                ExpertCache(home.locations.models, configuration.models_cache_bytes), model
+            keep_experts=lambda model, members: ExpertsOnDisk(
+                ExpertCache(home.locations.models, configuration.models_cache_bytes), model, members
             ),
+            experts_here=ShelfOnDisk,
             take_manifest=self._manifest_taker(),
         )
 
     def _manifest_taker(self) -> Callable[[ModelManifest], Awaitable[None]] | None:
-        """What takes the swarm's model in from the configured address; None where that is none."""
-        url = location_of(self._home.configuration.model or "")
+        """What takes the swarm's model in by its manifest: from the configured address, or without any.
+
+        None where a file or a name is configured, or a backbone file is needed and there is no address.
+        """
+        configured = self._home.configuration.model
+        url = location_of(configured or "")
+        if configured is None and not self._needs_backbone_file:
+            return self._take_manifest
         if not isinstance(url, ModelUrl):
             return None
 
@@ -484,6 +491,13 @@ class Node:
             )
 
         return take
+
+    @property
+    def _needs_backbone_file(self) -> bool:
+        return "backbone" in self._home.configuration.node_ranks
+
+    async def _take_manifest(self, manifest: ModelManifest) -> None:
+        await trio.to_thread.run_sync(self._home.models.take_manifest, manifest, abandon_on_cancel=True)
 
     async def _find_model_in_thread(self, digest: bytes) -> ModelOnDisk:
         return await trio.to_thread.run_sync(self._find_model_on_disk, digest, abandon_on_cancel=True)
@@ -501,6 +515,8 @@ class Node:
         """
         home = self._home
         for stored in home.models.list():
+            if stored.source is None and self._needs_backbone_file:
+                continue
             if stored.manifest.digest() == digest and (stored.has_source or not needs_source):
                 return stored
         for candidate in (home.configuration.model, None):
@@ -515,6 +531,11 @@ class Node:
         raise ModelUnusable(
             f"the swarm's model {digest.hex()[:12]} is not here: add its file with "
             "'kvasir-node models add FILE'"
+            + (
+                ", or run with '--ranks output,bulk' to have experts from others"
+                if self._needs_backbone_file
+                else ""
+            )
         )
 
 
@@ -605,6 +626,7 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             standby=True,
             n_sessions=configuration.engine_sessions,
         ),
+        give_bytes_per_second=configuration.models_give_mib_per_second << 20,
     )
 
 

@@ -312,6 +312,12 @@ class Configuration:
         None,
         "MiB on the disk for experts fetched from addresses; unset is as long as there is room",
     )
+    models_give_mib_per_second: int = _key(
+        "models.give_mib_per_second",
+        _integer(0, 1 << 20),
+        16,
+        "MiB of experts a second that other members together are given from this node's disk; 0 gives none",
+    )
     model: str | None = _key(
         "model", _name, None, "the model to run: its name, or the first digits of its digest"
     )

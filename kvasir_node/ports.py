@@ -6,7 +6,7 @@ answer to the guarantees written here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -14,6 +14,7 @@ import trio
 
 from kvasir_proto.capability import CapabilityRecord
 from kvasir_proto.errors import EngineFailed
+from kvasir_proto.expert_sources import ExpertRun, WantedExpert
 from kvasir_proto.ids import NodeId, SwarmDigest
 from kvasir_proto.limits import Role
 from kvasir_proto.manifest import ShardSet
@@ -29,6 +30,8 @@ CORE_PROTOCOL: Final = "/kvasir/core/1"
 """The stream that carries the cores' messages between two nodes, for as long as they have any."""
 SESSION_PROTOCOL: Final = "/kvasir/session/1"
 """Streams of one session each, from a gateway's node to the backbone."""
+EXPERTS_PROTOCOL: Final = "/kvasir/experts/1"
+"""Streams on which one member gives another the bytes of experts."""
 
 
 class ControlStream(Protocol):
@@ -347,6 +350,32 @@ class ExpertKeeper(Protocol):
 
     async def keep_whole_model(self) -> bool:
         """Whether every expert is on the disk; where they were fetched, they stay then."""
+
+    def came_from(self) -> Mapping[str, int]:
+        """Bytes that the newest `keep` has fetched, by who gave them: `node ID`, or an address."""
+
+
+TakeExperts: TypeAlias = Callable[[ExpertRun, int, bytes, str], Awaitable[tuple[WantedExpert, ...]]]
+"""Takes in bytes of a run from a byte of its first expert on, given by whom; those that are damaged."""
+
+
+class ExpertMembers(Protocol):
+    """The other members as a source of experts."""
+
+    async def fetch(self, wanted: Sequence[WantedExpert], take: TakeExperts) -> None:
+        """Have what they give of these taken in; returns, in bounded time after the last byte, when nobody
+        is left to be asked. Raises what ``take`` raises.
+        """
+
+
+class ExpertsHere(Protocol):
+    """The bytes of experts that are on this node's disk."""
+
+    async def read(self, tensor_name: str, first: int, end: int, offset: int, size_bytes_max: int) -> bytes:
+        """Bytes of experts ``first`` to ``end`` of a tensor from byte ``offset`` on, as many as are here.
+
+        Empty where the first of them is not here. Raises `LocalProtocolError` for what the model has not.
+        """
 
 
 def engine_report(engine: EnginePort | None) -> dict[str, Any] | None:

@@ -39,11 +39,13 @@ class Check:
 
 # --- frames -------------------------------------------------------------------------------------------------
 SWARM_FRAME_SIZE_MAX: Final = 2 << 20
+"""Bytes of the largest message between nodes: a signed plan with its proof fits."""
 MANIFEST_PIECE_SIZE_MAX: Final = 64 << 10
 """Bytes of a model manifest in each answer but the last; 100 layers of 512 experts take 80 of them."""
 MANIFEST_PIECES_MAX: Final = 1024
 """64 MiB, the largest manifest."""
-"""Bytes of the largest message between nodes: a signed plan with its proof fits."""
+EXPERT_PIECE_SIZE_MAX: Final = 64 << 10
+"""Bytes of experts in one message from one member to another."""
 ENGINE_FRAME_SIZE_MAX: Final = 16 << 20
 """Bytes of the largest message between control and its engine: a prompt in text and in tokens."""
 LOCAL_FRAME_SIZE_MAX: Final = 16 << 20

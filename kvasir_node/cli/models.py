@@ -193,8 +193,9 @@ def verify_model(session: CommandSession, name: str, as_json: bool) -> None:
     session.configure()
     model = ModelStore(session.locations.models).get(name)
     manifest = model.manifest
-    with progress_on_stderr("backbone") as progress:
-        model.verified_backbone_path(progress)
+    if model.source is not None:
+        with progress_on_stderr("backbone") as progress:
+            model.verified_backbone_path(progress)
     damaged = model.experts.damaged(manifest, manifest.whole_shard())
     for each in damaged:
         model.experts.remove(each)

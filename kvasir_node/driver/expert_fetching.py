@@ -75,7 +75,7 @@ class ExpertFetching:
     def report(self) -> dict[str, Any] | None:
         """How far the fetch is, for programs; None while there is none."""
         progress = self._progress
-        if progress is None:
+        if progress is None or self._keeper is None:
             return None
         took_s = in_seconds(between(progress.begun, self._now()))
         rate = (progress.done - progress.done_before) / took_s if took_s > 0 else 0.0
@@ -84,6 +84,11 @@ class ExpertFetching:
             "total_bytes": progress.total,
             "bytes_per_second": rate,
             "left_s": (progress.total - progress.done) / rate if rate > 0 else None,
+            "from": [
+                {"source": source, "bytes": size_bytes}
+                for source, size_bytes in sorted(self._keeper.came_from().items())
+                if size_bytes > 0
+            ],
         }
 
     def _note(self, done: int, total: int) -> None:

@@ -24,6 +24,8 @@ from kvasir_node.driver.backbone_duty import BackboneDuty, BackboneSettings
 from kvasir_node.driver.completions import SwarmCompletions
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
+from kvasir_node.driver.expert_asking import ExpertAsker, givers_of
+from kvasir_node.driver.expert_giving import ExpertGiver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
@@ -34,10 +36,13 @@ from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import (
+    EXPERTS_PROTOCOL,
     SESSION_PROTOCOL,
     ControlStream,
     EngineStarter,
     ExpertKeeper,
+    ExpertMembers,
+    ExpertsHere,
     Host,
     NetworkStarter,
     SwarmNetwork,
@@ -124,6 +129,8 @@ class NodeSettings:
     kernels: tuple[KernelInUse, ...]
     holder: HolderSettings
     backbone: BackboneSettings
+    give_bytes_per_second: int = 0
+    """Bytes of experts that all other members together are given in a second; 0 gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +162,12 @@ class NodeDuty:
         entropy: random.Random,
         now: Callable[[], Instant],
         wall_time: Callable[[], WallTime],
-        keep_experts: Callable[[StoredModel], ExpertKeeper] | None = None,
+        keep_experts: Callable[[StoredModel, ExpertMembers], ExpertKeeper] | None = None,
+        experts_here: Callable[[StoredModel], ExpertsHere] | None = None,
         take_manifest: Callable[[ModelManifest], Awaitable[None]] | None = None,
     ) -> None:
-        """``keep_experts`` makes a keeper for one duty; None: the model's file is here.
+        """``keep_experts`` makes a keeper for one duty; None: the model's file is here. ``experts_here`` is
+        what others may have of the model; None: nothing.
 
         ``take_manifest`` takes the swarm's model in by its manifest, which others gave, so that
         ``find_model`` finds it; None where this home has no address to fetch it from.
@@ -182,6 +191,8 @@ class NodeDuty:
         self._now = now
         self._wall_time = wall_time
         self._keep_experts = keep_experts
+        self._experts_here = experts_here
+        self._asker: ExpertAsker | None = None
         self._take_manifest = take_manifest
         self._pieces: ManifestPieces | None = None
         self._last_error = LastError(wall_time)
@@ -243,6 +254,7 @@ class NodeDuty:
                 last_error=self._last_error,
             )
             self._core = driver
+            self._exchange_experts(self._model.stored, driver, network)
             self._make_duties(known.swarm, self._model.stored, driver, self._certifier)
             assert self._holder is not None
             assert self._backbone is not None
@@ -337,8 +349,24 @@ class NodeDuty:
         await self._network.reach(node_id)
         return await self._host.open_stream(node_id, SESSION_PROTOCOL)
 
+    def _exchange_experts(self, model: StoredModel, core: CoreDriver, network: SwarmNetwork) -> None:
+        """Ask other members for experts from now on, and give them what is here."""
+        digest = model.manifest.digest()
+        own = self._host.node_id
+        self._asker = ExpertAsker(digest, self._host, network.reach, lambda: givers_of(core, own), self._now)
+        if self._experts_here is not None:
+            giver = ExpertGiver(
+                digest,
+                self._experts_here(model),
+                lambda node_id: core.record_of(node_id) is not None,
+                self._settings.give_bytes_per_second,
+                self._now,
+            )
+            self._host.set_stream_handler(giver.serve_stream, EXPERTS_PROTOCOL)
+
     def _keeper(self, model: StoredModel) -> ExpertKeeper | None:
-        return None if self._keep_experts is None else self._keep_experts(model)
+        assert self._asker is not None
+        return None if self._keep_experts is None else self._keep_experts(model, self._asker)
 
     async def _wait_for_model(self, swarm: FoundedSwarm) -> ModelOnDisk:
         """The swarm's model; says what is missing until it is here."""

@@ -14,14 +14,15 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvasir_node.durable_file import PARTIAL_PREFIX
 from kvasir_node.model.expert_fetch import ExpertFetch
 from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, PARTIAL_SUFFIX, Slice, partial_of, slices_of
+from kvasir_node.model.expert_intake import ExpertIntake
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.model_url import Location
 from kvasir_node.model.store import SPARE_BYTES, StoredModel
@@ -29,6 +30,9 @@ from kvasir_node.small_file import read_small_file
 from kvasir_proto.errors import ModelUnusable, NoRoomOnDisk, RemoteProtocolError
 from kvasir_proto.limits import SHARD_SIZE_MAX
 from kvasir_proto.manifest import ShardSet
+
+AskMembers: TypeAlias = Callable[[ExpertIntake, Sequence[Slice]], None]
+"""Has members give of these slices what they can, into this intake."""
 
 _SERVED: Final = "served-"
 """How the names of files begin that say what is served."""
@@ -67,12 +71,16 @@ class ExpertCache:
         *,
         others: Sequence[Location] = (),
         is_damaged: bool = False,
+        ask_members: AskMembers | None = None,
+        note: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Have every expert of `shard` on the disk: from the model's source, then from `others`.
+        """Have every expert of `shard` on the disk: from members, the model's source, then from `others`.
 
-        Nothing is done for a model whose whole file is here. Where something `is_damaged`, what is there is
-        compared with its digests before. `progress` is told (bytes done, bytes in all), and may raise to end
-        the fetch. Raises `NoRoomOnDisk`, or `ModelUnusable` when no source gives the experts.
+        `ask_members` has members give what they can of what is missing; `note` is told how many bytes came
+        and of whom, a negative number where they were thrown away. Nothing is done for a model whose whole
+        file is here. Where something `is_damaged`, what is there is compared with its digests before.
+        `progress` is told (bytes done, bytes in all), and may raise to end the fetch. Raises `NoRoomOnDisk`,
+        or `ModelUnusable` when no source gives the experts.
         """
         if isinstance(model.source, Path):
             return
@@ -86,7 +94,8 @@ class ExpertCache:
                     files.remove(each)
             missing = [each for each in wanted if not files.has(each)]
             if missing:
-                self._fetch(model, wanted, missing, progress, others, lock)
+                counted = _Counted(progress, note)
+                self._fetch(model, wanted, missing, counted, others, ask_members, lock)
             elif self._size_bytes_max is not None:
                 self._make_room(model, wanted, 0, lock)
             _touch([files.path_of(each.tensor.name, each.expert) for each in wanted])
@@ -96,8 +105,9 @@ class ExpertCache:
         model: StoredModel,
         wanted: Sequence[Slice],
         missing: Sequence[Slice],
-        progress: Progress | None,
+        counted: _Counted,
         others: Sequence[Location],
+        ask_members: AskMembers | None,
         lock: int,
     ) -> None:
         files = model.experts
@@ -106,8 +116,12 @@ class ExpertCache:
         total = sum(each.size_bytes for each in missing)
         have = sum(_size_of(partial_of(path)) for path in paths)
         self._make_room(model, wanted, total - have, lock)
-        counted = _Counted(progress, have, total)
-        ExpertFetch(model.manifest, files, (model.source, *others), counted.add).fetch(missing)
+        counted.begin(have, total)
+        if ask_members is not None:
+            ask_members(ExpertIntake(model.manifest, files, counted.add), missing)
+            missing = [each for each in missing if not files.has(each)]
+        locations = (*others,) if model.source is None else (model.source, *others)
+        ExpertFetch(model.manifest, files, locations, counted.add).fetch(missing)
 
     def remove_unused(self, model: StoredModel) -> int:
         """Give up every expert of a model that nobody serves; the bytes that this gave."""
@@ -219,15 +233,20 @@ class ExpertCache:
 
 
 class _Counted:
-    """Adds up pieces for a `Progress`."""
+    """Adds up pieces for a `Progress`, and says whose they are."""
 
-    def __init__(self, progress: Progress | None, done: int, total: int) -> None:
+    def __init__(self, progress: Progress | None, note: Callable[[int, str], None] | None) -> None:
         self._progress = progress
-        self._done = done
-        self._total = total
+        self._note = note
+        self._done = self._total = 0
 
-    def add(self, size_bytes: int) -> None:
+    def begin(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+    def add(self, size_bytes: int, giver: str) -> None:
         self._done = max(0, self._done + size_bytes)
+        if self._note is not None:
+            self._note(size_bytes, giver)
         if self._progress is not None:
             self._progress(self._done, self._total)
 

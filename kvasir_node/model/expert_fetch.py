@@ -34,8 +34,8 @@ class _Damaged(Exception):
 class ExpertFetch:
     """Fetches slices of one model into `files` from `locations`, tried in this order.
 
-    `on_bytes` is told the size of each piece that came, or a negative one where what came was thrown away; it
-    may raise to end the fetch, and what has come until then is kept.
+    `on_bytes` is told the size of each piece that came and of whom, or a negative size where what came was
+    thrown away; it may raise to end the fetch, and what has come until then is kept.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ExpertFetch:
         manifest: ModelManifest,
         files: ExpertFiles,
         locations: Sequence[Location],
-        on_bytes: Callable[[int], None],
+        on_bytes: Callable[[int, str], None],
     ) -> None:
         self._manifest = manifest
         self._files = files
@@ -139,14 +139,14 @@ class ExpertFetch:
                 for piece in source.pieces(each.offset + had, each.size_bytes - had):
                     file.write(piece)
                     hasher.update(piece)
-                    self._on_bytes(len(piece))
+                    self._on_bytes(len(piece), source.name)
             if hasher.digest() == each.sha256:
                 partial.replace(self._files.path_of(each.tensor.name, each.expert))
                 return True
             partial.unlink()
         except OSError as error:
             raise _unwritable(partial, error) from error
-        self._on_bytes(-each.size_bytes)
+        self._on_bytes(-each.size_bytes, source.name)
         return False
 
     def _partial_of(self, each: Slice) -> Path:

@@ -33,7 +33,7 @@ def file_report(model: StoredModel) -> dict[str, Any]:
         "file_bytes": manifest.file_size_bytes,
         "expert_bytes": manifest.experts_size_bytes(),
         "backbone_bytes": manifest.trunk_size_bytes(),
-        "source": str(model.source),
+        "source": None if model.source is None else str(model.source),
         "source_exists": model.has_source,
         "fetched_expert_bytes": manifest.shard_size_bytes(manifest.whole_shard())
         - sum(each.size_bytes for each in missing),

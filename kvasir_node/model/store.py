@@ -74,14 +74,17 @@ _VERIFIED: Final = VerifiedFiles()
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One model of the store. `source` is the user's file or an address: it may have gone meanwhile."""
+    """One model of the store. `source` is the user's file or an address: it may have gone meanwhile.
+
+    None where only its manifest is here: members give its experts, and nobody its backbone file.
+    """
 
     name: str
     digest: str
     manifest: ModelManifest
     manifest_path: Path
     backbone_path: Path
-    source: Location
+    source: Location | None
 
     @property
     def source_path(self) -> Path:
@@ -95,8 +98,8 @@ class StoredModel:
 
     @property
     def has_source(self) -> bool:
-        """Whether its experts can be had: its file is there, or it has an address."""
-        return isinstance(self.source, ModelUrl) or self.source.exists()
+        """Whether its experts can be had: its file is there, it has an address, or members give them."""
+        return not isinstance(self.source, Path) or self.source.exists()
 
     def taken_in_at_s(self) -> int:
         """When it was taken into the store, in seconds of Unix time; 0 where that cannot be said."""
@@ -123,7 +126,8 @@ class StoredModel:
 
         def write() -> None:
             _require_space(self.backbone_path.parent, needed, "the backbone file")
-            write_backbone_file(self.source, self.manifest, self.backbone_path, _counted(progress, total))
+            source = self._source_of_files()
+            write_backbone_file(source, self.manifest, self.backbone_path, _counted(progress, total))
 
         return self._verified(
             self.backbone_path,
@@ -143,11 +147,21 @@ class StoredModel:
 
         def write() -> None:
             _require_space(path.parent, self.manifest.file_size_bytes, "the reference file")
-            write_reference_file(self.source, self.manifest, path, _counted(progress, total))
+            source = self._source_of_files()
+            write_reference_file(source, self.manifest, path, _counted(progress, total))
 
         return self._verified(
             path, lambda: verify_reference_file(path, self.manifest, _counted(progress, total)), write
         )
+
+    def _source_of_files(self) -> Location:
+        """Where files of it are made from. Raises `ModelUnusable` where that is not known."""
+        if self.source is None:
+            raise ModelUnusable(
+                f"of {self.name} only the manifest is here: give its file or its address with "
+                "'kvasir-node models add' or 'models pull'"
+            )
+        return self.source
 
     def _verified(self, path: Path, verify: Callable[[], None], write: Callable[[], None]) -> Path:
         """`path`, after `verify` found it right now or before, or `write` made it, which checks as it does.
@@ -265,6 +279,19 @@ class ModelStore:
                 _ask(judge, url, staging / _BACKBONE)
                 with _locked(self._directory):
                     return self._take_in(staging, url, manifest)
+
+    def take_manifest(self, manifest: ModelManifest) -> StoredModel:
+        """Take a model in by its manifest alone: its experts come from others, and it has no backbone file.
+
+        Nothing changes where it is here already. Raises `ModelUnusable` when the disk refuses.
+        """
+        self._prepare()
+        with _locked(self._directory):
+            directory = self._directory / manifest.digest().hex()
+            with contextlib.suppress(ModelUnusable):
+                return self._load(directory.name)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            return self._described_as(directory, None, (), manifest)
 
     def _has_backbone(self, manifest: ModelManifest) -> bool:
         try:
@@ -417,7 +444,7 @@ class ModelStore:
         return self._described_as(directory, source, identity, manifest)
 
     def _described_as(
-        self, directory: Path, source: Location, identity: tuple[int, ...], manifest: ModelManifest
+        self, directory: Path, source: Location | None, identity: tuple[int, ...], manifest: ModelManifest
     ) -> StoredModel:
         """Write what tells that the model in this directory is whole."""
         encoded = manifest.encode()
@@ -425,8 +452,8 @@ class ModelStore:
             file.write(encoded)
         entry = {
             "schema_version": ENTRY_SCHEMA_VERSION,
-            "name": model_name(source),
-            "source": source.url if isinstance(source, ModelUrl) else str(source),
+            "name": manifest.name if source is None else model_name(source),
+            "source": source.url if isinstance(source, ModelUrl) else str(source or ""),
             "source_identity": identity,
             "manifest_sha256": hashlib.sha256(encoded).hexdigest(),
         }
@@ -437,6 +464,8 @@ class ModelStore:
     def _load(self, digest: str) -> StoredModel:
         """The model of one directory, after checks that read no weights."""
         model = self._described(digest)
+        if model.source is None:
+            return model
         backbone = read_gguf(model.backbone_path)
         expected = backbone_tensors(model.manifest)
         if [(each.name, each.type, each.shape) for each in backbone.tensors] != expected:
@@ -466,7 +495,7 @@ class ModelStore:
             manifest=manifest,
             manifest_path=directory / _MANIFEST,
             backbone_path=directory / _BACKBONE,
-            source=location_of(str(entry["source"])),
+            source=location_of(str(entry["source"])) if entry["source"] else None,
         )
 
     def _entry(self, digest: str) -> dict[str, Any]:
@@ -477,7 +506,7 @@ class ModelStore:
             if entry["schema_version"] != ENTRY_SCHEMA_VERSION:
                 raise ModelUnusable(f"{path} was written by another version of Kvasir")
             known = {"name": entry["name"], "source": entry["source"]}
-            if not all(isinstance(each, str) and each for each in known.values()):
+            if not all(isinstance(each, str) for each in known.values()) or not known["name"]:
                 raise ModelUnusable(f"{path} is damaged: a name is not a text")
             location_of(known["source"])
             return known | {each: entry[each] for each in ("source_identity", "manifest_sha256")}

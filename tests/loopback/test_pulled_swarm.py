@@ -30,7 +30,10 @@ def succeed(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nodes_fetch_their_shards_from_a_server_that_cuts(tmp_path: Path) -> None:
+def test_nodes_fetch_their_shards_from_a_server_that_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVASIR_MODELS_GIVE_MIB_PER_SECOND", "0")  # members would give everything
     source = make_qwen3moe(tmp_path / "tiny.gguf", SHAPE)
     size_bytes = source.stat().st_size
     draws, requests = random.Random(5), itertools.count()

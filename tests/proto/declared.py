@@ -31,6 +31,7 @@ from kvasir_proto.messages.admission import ADMISSION
 from kvasir_proto.messages.certification import CERTIFICATION
 from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
+from kvasir_proto.messages.experts import EXPERT_EXCHANGE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP, RESERVED_INCARNATIONS
 from kvasir_proto.messages.plan import PLAN_EXCHANGE
@@ -63,6 +64,7 @@ FAMILIES: tuple[Family[Any], ...] = (
     TERM_PROOF,
     PLAN,
     PLAN_EXCHANGE,
+    EXPERT_EXCHANGE,
     MEMBERSHIP,
     RESERVED_INCARNATIONS,
     RECORDS,

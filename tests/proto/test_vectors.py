@@ -21,6 +21,7 @@ from kvasir_proto.ids import ModelDigest, SwarmDigest, node_id_of
 from kvasir_proto.messages import Family
 from kvasir_proto.messages.election import ELECTION
 from kvasir_proto.messages.engine import ENGINE
+from kvasir_proto.messages.experts import EXPERT_EXCHANGE
 from kvasir_proto.messages.local import LOCAL
 from kvasir_proto.messages.membership import MEMBERSHIP
 from kvasir_proto.messages.plan import PLAN_EXCHANGE
@@ -34,7 +35,16 @@ from tests.proto.declared import FAMILIES, example_of
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 FOUNDER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-STREAMS: tuple[Family[Any], ...] = (SWARM, SESSION, ENGINE, LOCAL, MEMBERSHIP, ELECTION, PLAN_EXCHANGE)
+STREAMS: tuple[Family[Any], ...] = (
+    SWARM,
+    SESSION,
+    ENGINE,
+    LOCAL,
+    MEMBERSHIP,
+    ELECTION,
+    PLAN_EXCHANGE,
+    EXPERT_EXCHANGE,
+)
 WORKERS = tuple(node_id_of(bytes([number]) * 32) for number in (1, 2, 3))
 
 

@@ -50,6 +50,10 @@ class TwinKeeper:
         """See `ports.ExpertKeeper`."""
         return False
 
+    def came_from(self) -> dict[str, int]:
+        """See `ports.ExpertKeeper`."""
+        return {"node B": 0, "node A": MIB, "https://example.org/m.gguf": MIB}
+
 
 async def test_experts_are_on_the_disk_before_the_engine_hears_of_them(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
@@ -65,6 +69,10 @@ async def test_experts_are_on_the_disk_before_the_engine_hears_of_them(
         assert (fetch["done_bytes"], fetch["total_bytes"]) == (2 * MIB, 4 * MIB)
         assert 0.8 * MIB < fetch["bytes_per_second"] < 1.1 * MIB
         assert 1.5 < fetch["left_s"] < 2.5
+        assert fetch["from"] == [
+            {"source": "https://example.org/m.gguf", "bytes": MIB},
+            {"source": "node A", "bytes": MIB},
+        ]
         state, reason = holder.duty.state()
         assert state == "loading"
         assert reason.startswith("fetching experts: 2 of 4 MiB, ")
