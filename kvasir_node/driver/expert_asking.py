@@ -19,7 +19,7 @@ from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import EXPERTS_PROTOCOL, ControlStream, Host, SwarmCore, TakeExperts
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.codec import decode, encode
-from kvasir_proto.errors import ModelUnusable, RemoteProtocolError, TransportUnavailable
+from kvasir_proto.errors import KvasirError, ModelUnusable, RemoteProtocolError, TransportUnavailable
 from kvasir_proto.expert_sources import (
     ExpertRun,
     ExpertSources,
@@ -144,7 +144,7 @@ class ExpertAsker:
                 asked.fault, asked.reason = "busy" if refused.code == "busy" else "failed", str(refused)
         except ModelUnusable:
             raise  # of our own disk
-        except (TransportUnavailable, RemoteProtocolError) as error:
+        except (KvasirError, RemoteProtocolError) as error:  # its record's addresses may be of no use, too
             asked.fault, asked.reason = "failed", str(error)
         return asked
 

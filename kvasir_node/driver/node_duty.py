@@ -25,7 +25,7 @@ from kvasir_node.driver.completions import SwarmCompletions
 from kvasir_node.driver.conversation import ask, hear, refuse, tell
 from kvasir_node.driver.core_driver import CoreDriver
 from kvasir_node.driver.expert_asking import ExpertAsker, givers_of
-from kvasir_node.driver.expert_giving import ExpertGiver
+from kvasir_node.driver.expert_giving import STREAMS_PER_MEMBER_MAX, ExpertGiver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
@@ -362,7 +362,9 @@ class NodeDuty:
                 self._settings.give_bytes_per_second,
                 self._now,
             )
-            self._host.set_stream_handler(giver.serve_stream, EXPERTS_PROTOCOL)
+            self._host.set_stream_handler(
+                giver.serve_stream, EXPERTS_PROTOCOL, streams_per_node_max=STREAMS_PER_MEMBER_MAX + 1
+            )
 
     def _keeper(self, model: StoredModel) -> ExpertKeeper | None:
         assert self._asker is not None

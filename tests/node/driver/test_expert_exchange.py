@@ -20,7 +20,7 @@ from kvasir_node.driver.expert_giving import (
 )
 from kvasir_node.ports import EXPERTS_PROTOCOL
 from kvasir_proto.codec import decode, encode
-from kvasir_proto.errors import LocalProtocolError, ModelUnusable
+from kvasir_proto.errors import ConfigurationInvalid, LocalProtocolError, ModelUnusable
 from kvasir_proto.expert_sources import ExpertRun, WantedExpert
 from kvasir_proto.ids import ModelDigest, NodeId
 from kvasir_proto.limits import EXPERT_PIECE_SIZE_MAX
@@ -146,13 +146,15 @@ class Case:
 
 
 @pytest.fixture
-async def case(autojump_clock: MockClock) -> AsyncIterator[Case]:
+async def case() -> AsyncIterator[Case]:
     async with trio.open_nursery() as nursery:
         yield Case(MemoryNetwork(nursery))
         nursery.cancel_scope.cancel()
 
 
-async def test_experts_come_from_several_holders_each_byte_once(case: Case) -> None:
+async def test_experts_come_from_several_holders_each_byte_once(
+    autojump_clock: MockClock, case: Case
+) -> None:
     shelves = [Shelf(), Shelf(), Shelf()]
     for node_id, shelf in zip((A, B, C), shelves, strict=True):
         case.give(node_id, shelf)
@@ -163,7 +165,7 @@ async def test_experts_come_from_several_holders_each_byte_once(case: Case) -> N
     assert sum(each.read_bytes for each in shelves) == len(TRUE)
 
 
-async def test_a_rate_is_kept_for_all_streams_together(case: Case) -> None:
+async def test_a_rate_is_kept_for_all_streams_together(autojump_clock: MockClock, case: Case) -> None:
     giver = case.give(A, Shelf(), rate=200_000)
     took_s = await case.fetch()
     case.check_whole()
@@ -171,9 +173,11 @@ async def test_a_rate_is_kept_for_all_streams_together(case: Case) -> None:
     assert 0.95 * len(TRUE) / 200_000 < took_s < 1.1 * len(TRUE) / 200_000 + 1
 
 
-async def test_who_is_too_slow_is_passed_over_and_what_came_of_it_is_kept(case: Case) -> None:
+async def test_who_is_too_slow_is_passed_over_and_what_came_of_it_is_kept(
+    autojump_clock: MockClock, case: Case
+) -> None:
     case.give(A, Shelf(), rate=ANSWER_SIZE_BYTES_MAX // int(2 * ANSWER_TIMEOUT_S))
-    assert ANSWER_TIMEOUT_S < await case.fetch() < 2 * ANSWER_TIMEOUT_S
+    assert ANSWER_TIMEOUT_S <= await case.fetch() < 2 * ANSWER_TIMEOUT_S
     assert 0 < case.intake.came[f"node {A}"] < ANSWER_SIZE_BYTES_MAX
     case.give(B, Shelf())
     await case.fetch()
@@ -182,7 +186,9 @@ async def test_who_is_too_slow_is_passed_over_and_what_came_of_it_is_kept(case: 
     assert case.intake.came[f"node {A}"] + case.intake.came[f"node {B}"] == len(TRUE), "at the byte"
 
 
-async def test_damaged_experts_are_fetched_from_others_and_who_gave_them_is_left_alone(case: Case) -> None:
+async def test_damaged_experts_are_fetched_from_others_and_who_gave_them_is_left_alone(
+    autojump_clock: MockClock, case: Case
+) -> None:
     case.give(A, Shelf(bytes(len(TRUE))))
     case.give(B, Shelf())
     del case.holders[B]
@@ -194,7 +200,9 @@ async def test_damaged_experts_are_fetched_from_others_and_who_gave_them_is_left
     assert case.n_streams[A] == 1
 
 
-async def test_one_damaged_expert_costs_its_giver_and_not_what_was_right(case: Case) -> None:
+async def test_one_damaged_expert_costs_its_giver_and_not_what_was_right(
+    autojump_clock: MockClock, case: Case
+) -> None:
     bad = bytearray(TRUE)
     bad[3 * SIZE + 5] ^= 1
     case.give(A, Shelf(bytes(bad)))
@@ -206,7 +214,9 @@ async def test_one_damaged_expert_costs_its_giver_and_not_what_was_right(case: C
     case.check_whole()
 
 
-async def test_who_finishes_what_another_began_wrong_is_not_blamed(case: Case) -> None:
+async def test_who_finishes_what_another_began_wrong_is_not_blamed(
+    autojump_clock: MockClock, case: Case
+) -> None:
     case.intake.here[0] += b"\xff" * 1000
     case.give(A, Shelf())
     await case.fetch()
@@ -249,7 +259,9 @@ async def drip(_node_id: NodeId, stream: Any) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [refuse, be_silent, end, talk_nonsense, ask_back, never_end, drip])
-async def test_a_bad_holder_costs_one_attempt_of_bounded_time(case: Case, behaviour: Any) -> None:
+async def test_a_bad_holder_costs_one_attempt_of_bounded_time(
+    autojump_clock: MockClock, case: Case, behaviour: Any
+) -> None:
     case.serve(A, behaviour)
     case.give(B, Shelf())
     case.holders[B] = ShardSet(((0, 4, 8),))
@@ -261,14 +273,30 @@ async def test_a_bad_holder_costs_one_attempt_of_bounded_time(case: Case, behavi
     assert case.n_streams[A] == 1
 
 
-async def test_a_holder_that_nobody_reaches_is_passed_over(case: Case) -> None:
+async def test_a_holder_that_nobody_reaches_is_passed_over(autojump_clock: MockClock, case: Case) -> None:
     case.holders[A] = WHOLE
     case.give(B, Shelf())
     await case.fetch()
     case.check_whole()
 
 
-async def test_who_holds_less_than_it_says_gives_what_it_has(case: Case) -> None:
+async def test_a_holder_without_a_usable_address_is_passed_over(
+    autojump_clock: MockClock, case: Case
+) -> None:
+    async def reach(node_id: NodeId) -> None:
+        await trio.lowlevel.checkpoint()
+        if node_id == A:
+            raise ConfigurationInvalid("that is no address")
+
+    case.asker = ExpertAsker(MODEL, case.host, reach, lambda: Givers(case.holders, ()), now)
+    case.give(A, Shelf())
+    case.give(B, Shelf())
+    await case.fetch()
+    case.check_whole()
+    assert A not in case.n_streams
+
+
+async def test_who_holds_less_than_it_says_gives_what_it_has(autojump_clock: MockClock, case: Case) -> None:
     case.give(A, Shelf(missing=(2, 3)))
     case.give(B, Shelf(missing=(0,)), says=False)
     await case.fetch()
@@ -276,14 +304,14 @@ async def test_who_holds_less_than_it_says_gives_what_it_has(case: Case) -> None
     assert case.intake.came[f"node {A}"] >= 2 * SIZE
 
 
-async def test_who_says_nothing_may_have_the_whole_file(case: Case) -> None:
+async def test_who_says_nothing_may_have_the_whole_file(autojump_clock: MockClock, case: Case) -> None:
     case.give(A, Shelf(missing=tuple(range(N_EXPERT))), says=False)
     case.give(B, Shelf(), says=False)
     await case.fetch()
     case.check_whole()
 
 
-async def test_the_disks_refusal_ends_the_fetch(case: Case) -> None:
+async def test_the_disks_refusal_ends_the_fetch(autojump_clock: MockClock, case: Case) -> None:
     case.give(A, Shelf())
 
     async def take(*_: Any) -> tuple[WantedExpert, ...]:
@@ -328,7 +356,9 @@ def request(**changes: Any) -> ExpertRequest:
         ({"first": 7}, "not_held"),
     ],
 )
-async def test_what_is_not_here_is_refused(case: Case, changes: dict[str, Any], code: str) -> None:
+async def test_what_is_not_here_is_refused(
+    autojump_clock: MockClock, case: Case, changes: dict[str, Any], code: str
+) -> None:
     case.give(A, Shelf(missing=(7,)))
     async with asking(case, A) as stream:
         await stream.send(encode(request(**changes)))
@@ -337,7 +367,9 @@ async def test_what_is_not_here_is_refused(case: Case, changes: dict[str, Any], 
         assert refusal.code == code
 
 
-async def test_after_what_is_not_held_it_may_be_asked_for_something_else(case: Case) -> None:
+async def test_after_what_is_not_held_it_may_be_asked_for_something_else(
+    autojump_clock: MockClock, case: Case
+) -> None:
     case.give(A, Shelf(missing=(7,)))
     async with asking(case, A) as stream:
         await stream.send(encode(request(first=7)))
@@ -346,7 +378,7 @@ async def test_after_what_is_not_held_it_may_be_asked_for_something_else(case: C
         assert await hear(stream) == ExpertPiece(TRUE[SIZE - 5 : SIZE], True)
 
 
-async def test_strangers_get_nothing(case: Case) -> None:
+async def test_strangers_get_nothing(autojump_clock: MockClock, case: Case) -> None:
     shelf = Shelf()
     case.give(A, shelf)
     async with asking(case, A, case.network.host(C)) as stream:
@@ -355,7 +387,7 @@ async def test_strangers_get_nothing(case: Case) -> None:
     assert shelf.read_bytes == 0
 
 
-async def test_a_node_that_gives_nothing_says_so(case: Case) -> None:
+async def test_a_node_that_gives_nothing_says_so(autojump_clock: MockClock, case: Case) -> None:
     shelf = Shelf()
     case.give(A, shelf, rate=0)
     async with asking(case, A) as stream:
@@ -364,7 +396,7 @@ async def test_a_node_that_gives_nothing_says_so(case: Case) -> None:
     assert shelf.read_bytes == 0
 
 
-async def test_an_answer_has_a_bound_and_says_where_it_ends(case: Case) -> None:
+async def test_an_answer_has_a_bound_and_says_where_it_ends(autojump_clock: MockClock, case: Case) -> None:
     case.give(A, Shelf())
     async with asking(case, A) as stream:
         await stream.send(encode(request()))
@@ -379,7 +411,7 @@ async def test_an_answer_has_a_bound_and_says_where_it_ends(case: Case) -> None:
         assert pieces == ANSWER_SIZE_BYTES_MAX // EXPERT_PIECE_SIZE_MAX
 
 
-async def test_streams_are_bounded_for_each_member_and_for_all(case: Case) -> None:
+async def test_streams_are_bounded_for_each_member_and_for_all(autojump_clock: MockClock, case: Case) -> None:
     members = [NodeId(f"12D3KooWMember{each}") for each in range(STREAMS_MAX)]
     giver = ExpertGiver(MODEL, Shelf(), lambda _: True, RATE, now)
     case.network.host(A).set_stream_handler(giver.serve_stream, EXPERTS_PROTOCOL)
@@ -398,7 +430,9 @@ async def test_streams_are_bounded_for_each_member_and_for_all(case: Case) -> No
     assert await code_of(members[0]) == "given", "who asks nothing keeps nobody's place"
 
 
-async def test_a_member_that_takes_nothing_holds_up_nobody_else(case: Case) -> None:
+async def test_a_member_that_takes_nothing_holds_up_nobody_else(
+    autojump_clock: MockClock, case: Case
+) -> None:
     case.give(A, Shelf())
     async with asking(case, A) as stream:
         await stream.send(encode(request()))
