@@ -472,9 +472,9 @@ async def test_a_phone_never_scrolls_sideways_and_the_picture_stays_readable(
 
 
 async def test_one_swarm_is_drawn_in_one_way(chromium: Chromium) -> None:
-    toy = ToyGateway()
     drawn = []
     for members in (many(40)["members"], many(40)["members"][::-1]):
+        toy = ToyGateway()
         toy.swarm.said = status(members)
         async with shown(chromium, toy) as page:
             drawn.append(await page.evaluate(f"{DRAWN}.outerHTML"))
@@ -482,10 +482,9 @@ async def test_one_swarm_is_drawn_in_one_way(chromium: Chromium) -> None:
 
 
 async def test_a_daemon_that_is_gone_is_said_to_be_and_found_again(chromium: Chromium) -> None:
-    toy = ToyGateway()
     async with chromium.page() as page:
         await page.before_load(QUICK_POLLS)
-        async with served(toy) as address:
+        async with served(ToyGateway()) as address:
             await page.go(address)
             await page.wait_for(DRAWN)
             await page.wait_for("window.waits.length > 2")
@@ -508,7 +507,7 @@ async def test_a_daemon_that_is_gone_is_said_to_be_and_found_again(chromium: Chr
         assert (await page.text_of("#silence")).startswith("The daemon does not answer since ")
         assert await page.evaluate("document.title") == "Kvasir: no answer"
         assert await page.evaluate(DRAWN + " !== null"), "what was known is there to be read"
-        async with served(toy, int(address.rstrip("/").rpartition(":")[2])):
+        async with served(ToyGateway(), int(address.rstrip("/").rpartition(":")[2])):
             await page.wait_for(
                 "document.getElementById('silence').hidden && document.title === 'Kvasir: ready'"
             )
