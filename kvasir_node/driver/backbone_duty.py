@@ -417,7 +417,8 @@ class BackboneDuty:
             reason = f": {await engine.wait_ended()}" if engine.has_ended else ""
             raise engine.end_error(f"the backbone engine ended during the session{reason}")
         self._rows_retried_total += session.outcome.rows_retried
-        if session.outcome.reason == "failed" and session.outcome.code != USAGE_ERROR:
+        is_refused = session.outcome.code == USAGE_ERROR or bool(session.outcome.retry_after_ns)
+        if session.outcome.reason == "failed" and not is_refused:
             self._note_error(session.outcome.detail)
         return session.outcome
 

@@ -99,7 +99,9 @@ class ChildTokenizer:
             raise CompletionRefused("the tokenizer had no time for this text", "busy", 5.0) from None
         except ChildLost:
             log.warning("tokenizer_lost")
-            raise CompletionRefused("the tokenizer's process ended over this text", "busy", 5.0) from None
+            raise CompletionRefused(
+                "the tokenizer's process ended over this text", "not_ready", 5.0
+            ) from None
         if answer[:1] != TOKENS or len(answer) % array("i").itemsize != 1:
             _refuse(answer)
         token_ids = tuple(array("i", answer[1:]))

@@ -1444,6 +1444,20 @@ async def test_sessions_are_bounded(autojump_clock: MockClock, model: StoredMode
         await start_session(world, backbone)
 
 
+async def test_a_session_that_is_to_come_later_is_no_error_of_the_node(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone, _ = await serving_backbone(world, 1)
+        engine = pause_sessions(backbone)
+        for code, retry_after_ns, error in (("queue_full", 5, ""), ("no_holder_left", 0, "a sentence")):
+            outcome = await start_session(world, backbone)
+            (session,) = engine.sessions
+            await engine.end_session(session, "failed", code, "a sentence", retry_after_ns)
+            await until(lambda outcome=outcome: bool(outcome))  # type: ignore[misc]
+            assert backbone.duty.report()["last_error"] == error
+
+
 async def test_whoever_opens_a_session_hears_when_it_has_its_place(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:

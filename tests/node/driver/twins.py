@@ -410,10 +410,12 @@ class TwinEngine:
         lease = self.leases[-1]
         await self.say(TokenEmitted(session, position, position + 10, b"x", lease.epoch, lease.term))
 
-    async def end_session(self, session: SessionId, reason: Any, code: str = "", detail: str = "") -> None:
+    async def end_session(
+        self, session: SessionId, reason: Any, code: str = "", detail: str = "", retry_after_ns: int = 0
+    ) -> None:
         """Say that a session is over."""
-        message = self._sessions.pop(session)
-        await self.say(SessionEnded(session, reason, code, detail, 1, message.n_tokens, 1, 1, 2, 3))
+        n_tokens = self._sessions.pop(session).n_tokens
+        await self.say(SessionEnded(session, reason, code, detail, 1, n_tokens, 1, 1, 2, 3, retry_after_ns))
 
     @property
     def sessions(self) -> list[SessionId]:
