@@ -14,7 +14,13 @@ import trio
 
 from kvasir_node.backbone.trunk import Trunk, TrunkSettings
 from kvasir_node.gateway.ports import CompletionRefused
-from kvasir_node.model.gguf_format import metadata_sha256, text_entry
+from kvasir_node.model.gguf_format import (
+    MetadataEntry,
+    ValueType,
+    integer_entry,
+    metadata_sha256,
+    text_entry,
+)
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import lay_out
 from kvasir_node.model.store import DEMO_MODEL
@@ -136,6 +142,30 @@ async def test_another_file_than_the_manifests_is_not_opened(tmp_path: Path) -> 
                 await made.read(path, metadata)
 
 
+async def test_only_a_text_that_no_template_made_begins_as_the_models_texts_do(tmp_path: Path) -> None:
+    path = tmp_path / "begins.gguf"
+    entries = dict(read_gguf(DEMO_MODEL).metadata) | {
+        each.key: each
+        for each in (
+            MetadataEntry("tokenizer.ggml.add_bos_token", ValueType.BOOL, b"\1"),
+            integer_entry("tokenizer.ggml.bos_token_id", 3),
+        )
+    }
+    write_header(path, tuple(entries.values()))
+    async with tokenizer() as made:
+        vocabulary = await made.read(path, header_of(path))
+        assert await made.tokens_of("Once", is_template=False) == (3, 3287, 335)
+        assert await made.tokens_of("Once", is_template=True) == (3287, 335)
+        assert vocabulary.first_text == vocabulary.bytes_of(3).decode()
+        assert vocabulary.last_text == "<|endoftext|>"
+
+
+def write_header(path: Path, metadata: tuple[MetadataEntry, ...]) -> None:
+    """A file with these entries and one tensor of zeros."""
+    header, _, size_bytes = lay_out(metadata, (("token_embd.weight", TENSOR_TYPES[0], (8, 8)),), 32)
+    path.write_bytes(header.ljust(size_bytes, b"\0"))
+
+
 async def test_a_model_without_a_tokenizer_has_tokens_without_bytes(tmp_path: Path) -> None:
     path = tmp_path / "none.gguf"
     metadata = (
@@ -143,8 +173,7 @@ async def test_a_model_without_a_tokenizer_has_tokens_without_bytes(tmp_path: Pa
         text_entry("tokenizer.ggml.model", "none"),
         text_entry("tokenizer.chat_template", "{{ messages }}"),
     )
-    header, _, size_bytes = lay_out(metadata, (("token_embd.weight", TENSOR_TYPES[0], (8, 8)),), 32)
-    path.write_bytes(header.ljust(size_bytes, b"\0"))
+    write_header(path, metadata)
     async with tokenizer() as made:
         vocabulary = await made.read(path, header_of(path))
         assert vocabulary.stop_token_ids == ()
