@@ -29,6 +29,7 @@ from kvasir_node.config import Configuration
 from kvasir_node.control import ControlServer
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.gateway_duty import GatewayDuty, GatewaySettings
+from kvasir_node.driver.generation_elsewhere import generate_elsewhere
 from kvasir_node.driver.holder_duty import HolderSettings
 from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
 from kvasir_node.driver.status_report import NO_GATEWAY, StatusSources, status_document
@@ -249,8 +250,21 @@ class Node:
     async def generate(
         self, request: GenerateRequest, emit: Callable[[TokenEvent], Awaitable[None]]
     ) -> GenerateEnd:
-        """Run a session on this node's backbone. Raises `NotReady` on a node without the lease."""
+        """Run a session, on this node's engine where it is the backbone, else where the gateway's run.
+
+        Raises `NotReady` where nobody could begin it, and on a node that is neither backbone nor gateway.
+        """
         duty = self._running_duty().backbone
+        gateway = self._gateway
+        if gateway is not None and duty.reign_version is None:
+            gateway.require_model()
+            return await generate_elsewhere(
+                request,
+                emit,
+                completions=self._running_duty().completions,
+                tokenizer=gateway.tokenizer,
+                now=now,
+            )
 
         async def pass_on(token: TokenEmitted) -> None:
             await emit(TokenEvent(token.position, token.token, token.piece))

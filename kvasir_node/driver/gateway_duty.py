@@ -28,7 +28,7 @@ from kvasir_node.model.store import StoredModel
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.telemetry import get_logger
 from kvasir_node.tokenizer.vocabulary import Vocabulary
-from kvasir_proto.errors import KvasirError, PortInUse
+from kvasir_proto.errors import KvasirError, NotReady, PortInUse
 from kvasir_proto.instants import Instant
 
 log = get_logger()
@@ -113,6 +113,18 @@ class GatewayDuty:
     def status(self) -> Mapping[str, Any]:
         """See `Swarm`: the status document, without what only an engine knows."""
         return status_document(self._known(), self._now())
+
+    # -- for this node's own user ------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary, once there is one."""
+        return self._tokenizer
+
+    def require_model(self) -> None:
+        """Raise `NotReady` while the model's vocabulary is not read."""
+        if self._model is None:
+            raise NotReady(self._why_no_model or "the model's vocabulary is being read")
 
     # -- life --------------------------------------------------------------------------------------
 

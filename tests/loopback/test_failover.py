@@ -164,6 +164,16 @@ def check_equivalent(undisturbed: list[Stream], streams: list[Stream]) -> None:
             assert min(margins) < TOLERANCE, (one.text, other.text)
 
 
+def generated(daemon: Daemon) -> str:
+    """A text by the command line of this node."""
+    asked = kvasir("--home", str(daemon.home), "generate", "Once upon a time", "--tokens", "12")
+    done = subprocess.run(
+        [*asked, "--temperature", "0"], capture_output=True, check=True, timeout=PATIENCE_S, text=True
+    )
+    assert len(done.stdout) > 20
+    return done.stdout
+
+
 def test_no_stream_ends_when_a_worker_or_the_backbone_is_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +182,7 @@ def test_no_stream_ends_when_a_worker_or_the_backbone_is_killed(
         nodes.wait_settled()
         backbone, _ = nodes.backbone()
         gateway, worker = [each for each in nodes.daemons if each is not backbone]
+        assert generated(gateway) == generated(backbone), "on the command line too"
         undisturbed = read_all([gateway, backbone])
 
         by_worker = read_all([gateway, backbone], lambda: worker.kill(signal.SIGKILL))

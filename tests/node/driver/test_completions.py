@@ -73,7 +73,7 @@ class ScriptedRunner:
                         0,
                         1,
                         -0.5,
-                        ((20 + index, -0.5), (7, -2.0)),
+                        ((20 + index, -0.5), (7, -2.0))[: wanted.n_top or 0],
                         is_last and index + 1 == self.n_tokens,
                     )
                 )
