@@ -31,7 +31,13 @@ from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.gateway_duty import GatewayDuty, GatewaySettings
 from kvasir_node.driver.generation_elsewhere import generate_elsewhere
 from kvasir_node.driver.holder_duty import HolderSettings
-from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, check_bootstrap
+from kvasir_node.driver.node_duty import (
+    ModelOnDisk,
+    NodeDuty,
+    NodeSettings,
+    TakeManifest,
+    check_bootstrap,
+)
 from kvasir_node.driver.status_report import NO_GATEWAY, StatusSources, status_document
 from kvasir_node.experts_on_disk import ExpertsOnDisk, ShelfOnDisk
 from kvasir_node.gateway.chat_template import ChatTemplates
@@ -487,30 +493,42 @@ class Node:
             take_manifest=self._manifest_taker(),
         )
 
-    def _manifest_taker(self) -> Callable[[ModelManifest], Awaitable[None]] | None:
-        """What takes the swarm's model in by its manifest: from the configured address, or without any.
+    def _manifest_taker(self) -> TakeManifest | None:
+        """What takes the swarm's model in by its manifest: from an address, or without any.
 
-        None where a file or a name is configured, or a backbone file is needed and there is no address.
+        None where a file or a name is configured, or a backbone file is needed and no address may be had.
         """
         configured = self._home.configuration.model
+        follow = self._home.configuration.models_follow_addresses
         url = location_of(configured or "")
         if configured is None and not self._needs_backbone_file:
             return self._take_manifest
-        if not isinstance(url, ModelUrl):
+        if not isinstance(url, ModelUrl) and (configured is not None or not follow):
             return None
 
-        async def take(manifest: ModelManifest) -> None:
-            await trio.to_thread.run_sync(
-                lambda: self._home.models.pull(url, manifest=manifest), abandon_on_cancel=True
-            )
+        async def take(manifest: ModelManifest, told: Sequence[str]) -> None:
+            urls = (url,) if isinstance(url, ModelUrl) else _urls_of(told)
+            await trio.to_thread.run_sync(self._pull_from_any, urls, manifest, abandon_on_cancel=True)
 
         return take
+
+    def _pull_from_any(self, urls: Sequence[ModelUrl], manifest: ModelManifest) -> None:
+        """Take the model in from the first of these that has it. Raises `ModelUnusable` with all reasons."""
+        reasons = []
+        for each in urls:
+            try:
+                self._home.models.pull(each, manifest=manifest)
+            except ModelUnusable as error:
+                reasons.append(str(error))
+            else:
+                return
+        raise ModelUnusable("; ".join(reasons) or "no member tells an address of the model")
 
     @property
     def _needs_backbone_file(self) -> bool:
         return "backbone" in self._home.configuration.node_ranks
 
-    async def _take_manifest(self, manifest: ModelManifest) -> None:
+    async def _take_manifest(self, manifest: ModelManifest, _told: Sequence[str]) -> None:
         await trio.to_thread.run_sync(self._home.models.take_manifest, manifest, abandon_on_cancel=True)
 
     async def _find_model_in_thread(self, digest: bytes) -> ModelOnDisk:
@@ -578,6 +596,15 @@ async def _open_listeners(host: str, port: int) -> Sequence[trio.SocketListener]
         raise TransportUnavailable(f"cannot listen at {host}: {error.strerror or error}") from error
 
 
+def _urls_of(told: Sequence[str]) -> tuple[ModelUrl, ...]:
+    """The addresses among what a member told; what is none, or names a file of this machine, is none."""
+    urls = []
+    for each in told:
+        with contextlib.suppress(UsageError):
+            urls.append(ModelUrl(each))
+    return tuple(urls)
+
+
 async def _end_late_process() -> None:
     await trio.sleep(STOP_TIMEOUT_S)
     log.error("stop_took_too_long", timeout_s=STOP_TIMEOUT_S)
@@ -641,6 +668,8 @@ def _node_settings(configuration: Configuration, bootstrap: tuple[str, ...]) -> 
             n_sessions=configuration.engine_sessions,
         ),
         give_bytes_per_second=configuration.models_give_mib_per_second << 20,
+        tell_addresses=configuration.models_tell_address,
+        follow_addresses=configuration.models_follow_addresses,
     )
 
 

@@ -318,6 +318,15 @@ class Configuration:
         16,
         "MiB of experts a second that other members together are given from this node's disk; 0 gives none",
     )
+    models_tell_address: bool = _key(
+        "models.tell_address", _truth, False, "tell whoever asks the address that the model came from"
+    )
+    models_follow_addresses: bool = _key(
+        "models.follow_addresses",
+        _truth,
+        False,
+        "look for the swarm's model at addresses that members tell, where none is configured",
+    )
     model: str | None = _key(
         "model", _name, None, "the model to run: its name, or the first digits of its digest"
     )

@@ -82,6 +82,9 @@ Sentence: TypeAlias = Annotated[str, Length(0, SENTENCE_LENGTH_MAX)]
 """Something for people to read; may be empty. `as_sentence` makes any text fit."""
 Address: TypeAlias = Annotated[str, Length(1, 512)]
 """A libp2p multiaddress, as text."""
+ModelAddress: TypeAlias = Annotated[str, Length(1, 2048)]
+"""Where on the web a model is."""
+MODEL_ADDRESSES_MAX: Final = 8
 Host: TypeAlias = Annotated[str, Length(1, 255)]
 """A host name or an IP address."""
 FilePath: TypeAlias = Annotated[str, Length(1, 4096)]

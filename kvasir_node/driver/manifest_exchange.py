@@ -1,33 +1,39 @@
-"""A model's manifest from one node to another, in pieces on a control stream.
+"""A model's manifest from one node to another, in pieces on a control stream, and where the model is.
 
 Decides how much of it an answer has and when what came counts: only whole, and only where its digest is the
 name that was asked for. Anybody may ask, as for the swarm's own manifest: a newcomer is no member yet, and
-digests tell nothing of weights. Whom to ask is the caller's affair.
+digests tell nothing of weights. Addresses are told where the user allows it, and are hints: whoever follows
+one compares what is there with the manifest. Whom to ask is the caller's affair.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import trio
 
 from kvasir_node.driver.conversation import ask
 from kvasir_node.ports import ControlStream
+from kvasir_node.telemetry import get_logger
 from kvasir_proto.errors import RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import ModelDigest
 from kvasir_proto.limits import MANIFEST_PIECE_SIZE_MAX
 from kvasir_proto.manifest import ModelManifest
-from kvasir_proto.messages.swarm import ManifestPiece, ManifestRequest
+from kvasir_proto.messages.swarm import ManifestPiece, ManifestRequest, SourceRequest, Sources
+
+log = get_logger()
 
 MANIFEST_TIMEOUT_S: Final = 120.0
 """For all of it: 64 MiB at half a MiB a second."""
 
 
 class ManifestPieces:
-    """The manifest of this node's model, for those who ask."""
+    """The manifest of this node's model, and ``addresses`` of it, for those who ask."""
 
-    def __init__(self, manifest: ModelManifest) -> None:
+    def __init__(self, manifest: ModelManifest, addresses: Sequence[str] = ()) -> None:
         self._digest = manifest.digest()
+        self._addresses = tuple(addresses)
         self._data = manifest.encode()
 
     def answer(self, request: ManifestRequest) -> ManifestPiece:
@@ -39,6 +45,21 @@ class ManifestPieces:
         if not data:
             raise RemoteProtocolError("the manifest has no such piece", "no_such_piece")
         return ManifestPiece(-(-len(self._data) // MANIFEST_PIECE_SIZE_MAX), data)
+
+    def sources(self, request: SourceRequest) -> Sources:
+        """Where the model is. Raises `RemoteProtocolError` for another model."""
+        if request.model_digest != self._digest:
+            raise RemoteProtocolError("this node has another model", "wrong_model")
+        return Sources(self._addresses)
+
+
+async def fetch_addresses(stream: ControlStream, digest: bytes) -> tuple[str, ...]:
+    """What the node at the other end says of where the model is; nothing where it does not say."""
+    try:
+        return (await ask(stream, SourceRequest(ModelDigest(digest)), Sources)).urls
+    except (RemoteProtocolError, TransportUnavailable) as error:
+        log.info("addresses_not_told", reason=str(error))
+        return ()
 
 
 async def fetch_manifest(stream: ControlStream, digest: bytes) -> ModelManifest:

@@ -9,10 +9,10 @@ swarm is decided in the core; what an engine does is the duties' affair.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -29,7 +29,7 @@ from kvasir_node.driver.expert_giving import STREAMS_PER_MEMBER_MAX, ExpertGiver
 from kvasir_node.driver.holder_duty import HolderDuty, HolderSettings
 from kvasir_node.driver.kernel_certifier import KernelCertifier, MeasurementStore
 from kvasir_node.driver.last_error import LastError
-from kvasir_node.driver.manifest_exchange import ManifestPieces, fetch_manifest
+from kvasir_node.driver.manifest_exchange import ManifestPieces, fetch_addresses, fetch_manifest
 from kvasir_node.driver.session_server import SESSIONS_PER_NODE_MAX, SessionServer
 from kvasir_node.driver.status_report import StatusSources
 from kvasir_node.kernel_in_use import KernelInUse
@@ -70,7 +70,7 @@ from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.measured_kernel import MeasuredKernel
 from kvasir_proto.membership.events import ClockSuspected, Leave, MemberChanged, Seed
 from kvasir_proto.messages.engine import TrunkLoaded
-from kvasir_proto.messages.swarm import DataRequest, Hello, ManifestRequest, Welcome
+from kvasir_proto.messages.swarm import DataRequest, Hello, ManifestRequest, SourceRequest, Welcome
 from kvasir_proto.node_core import CoreOptions, Describe, NodeCore, NodeEvent
 from kvasir_proto.placement.inventory import ModelShape
 from kvasir_proto.records import RecordChanged
@@ -89,6 +89,10 @@ LEAVE_TIMEOUT_S: Final = 2.0
 """How long a node that stops waits for others to have been told."""
 _INVITE_TIMEOUT_S: Final = 10.0
 _BACKBONE: Final[frozenset[Rank]] = frozenset({"backbone"})
+
+
+TakeManifest: TypeAlias = Callable[[ModelManifest, Sequence[str]], Awaitable[None]]
+"""See `NodeDuty`."""
 
 
 class HomeFiles(Protocol):
@@ -131,6 +135,10 @@ class NodeSettings:
     backbone: BackboneSettings
     give_bytes_per_second: int = 0
     """Bytes of experts that all other members together are given in a second; 0 gives none."""
+    tell_addresses: bool = False
+    """Whether whoever asks is told the address that the model came from."""
+    follow_addresses: bool = False
+    """Whether the model is looked for at addresses that members tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +172,13 @@ class NodeDuty:
         wall_time: Callable[[], WallTime],
         keep_experts: Callable[[StoredModel, ExpertMembers], ExpertKeeper] | None = None,
         experts_here: Callable[[StoredModel], ExpertsHere] | None = None,
-        take_manifest: Callable[[ModelManifest], Awaitable[None]] | None = None,
+        take_manifest: TakeManifest | None = None,
     ) -> None:
         """``keep_experts`` makes a keeper for one duty; None: the model's file is here. ``experts_here`` is
         what others may have of the model; None: nothing.
 
-        ``take_manifest`` takes the swarm's model in by its manifest, which others gave, so that
+        ``take_manifest`` takes the swarm's model in by its manifest, which others gave, and by addresses that
+        they told where the settings allow it, so that
         ``find_model`` finds it; None where this home has no address to fetch it from.
 
         ``find_model`` raises `ModelUnusable`; ``find_backbone_file`` gives a verified file, if slowly.
@@ -221,7 +230,8 @@ class NodeDuty:
         self._known = known
         self._model = await self._wait_for_model(known.swarm)
         self._has_model.set()
-        self._pieces = ManifestPieces(self._model.stored.manifest)
+        told = self._model.stored.addresses if self._settings.tell_addresses else ()
+        self._pieces = ManifestPieces(self._model.stored.manifest, told)
         self._files.claim_slots(known.swarm.digest, self._host.node_id)
         self._certifier = await self._make_certifier(self._model)
         clocks = self._clocks()
@@ -381,7 +391,7 @@ class NodeDuty:
             if self._take_manifest is not None:
                 try:
                     self._contact = "fetching the model's manifest and its backbone part"
-                    await self._take_manifest(await self._manifest_of_others(swarm, failures))
+                    await self._take_manifest(*await self._manifest_of_others(swarm, failures))
                     continue
                 except (KvasirError, RemoteProtocolError) as error:
                     reason = str(error)
@@ -391,8 +401,10 @@ class NodeDuty:
             log.error("model_missing", reason=reason)
             await trio.sleep(retry_delay_s(failures, ENTER_DELAY_FIRST_S, MODEL_DELAY_MAX_S))
 
-    async def _manifest_of_others(self, swarm: FoundedSwarm, failures: int) -> ModelManifest:
-        """The model's manifest, from the first at a known address who gives it.
+    async def _manifest_of_others(
+        self, swarm: FoundedSwarm, failures: int
+    ) -> tuple[ModelManifest, tuple[str, ...]]:
+        """The model's manifest and where the model is, from the first at a known address who gives it.
 
         After each failure another one is asked first: what the last one gave may have been worth nothing.
         """
@@ -404,7 +416,10 @@ class NodeDuty:
                 node_id = await self._host.connect(address)
                 stream = await self._host.open_stream(node_id)
                 try:
-                    return await fetch_manifest(stream, swarm.manifest.model_digest)
+                    digest = swarm.manifest.model_digest
+                    manifest = await fetch_manifest(stream, digest)
+                    follow = self._settings.follow_addresses
+                    return manifest, await fetch_addresses(stream, digest) if follow else ()
                 finally:
                     await stream.close()
             except (KvasirError, RemoteProtocolError) as error:
@@ -601,6 +616,8 @@ class NodeDuty:
                         await tell(stream, self._welcome(message))
                     case ManifestRequest() if self._pieces is not None:
                         await tell(stream, self._pieces.answer(message))
+                    case SourceRequest() if self._pieces is not None:
+                        await tell(stream, self._pieces.sources(message))
                     case DataRequest() if self._holder is not None:
                         await tell(stream, await self._holder.grant_data(node_id, message))
                     case _:

@@ -92,6 +92,12 @@ class StoredModel:
         return self.source if isinstance(self.source, Path) else self.experts.directory
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can fetch it: its address, but not one whose query may be a key."""
+        source = self.source
+        return (source.url,) if isinstance(source, ModelUrl) and source.url == str(source) else ()
+
+    @property
     def experts(self) -> ExpertFiles:
         """The experts that were fetched."""
         return ExpertFiles(self.manifest_path.with_name(EXPERTS_DIRECTORY))

@@ -1,10 +1,10 @@
 """What two nodes say to each other on a control stream: short conversations of questions and answers.
 
 Who somebody is and which swarm is here (`Hello`, `Welcome`), what its model is made of (`ManifestRequest`,
-`ManifestPiece`), and the way from one engine to another (`DataRequest`, `DataGrant`). What needs authority
-carries its `proof`: the term proof of the backbone that says it. Payloads that are signed travel as the bytes
-that were signed. Anything can be answered with `Refusal`. Nothing here can carry a routing choice, a weight
-or an expert program (invariants 1 and 9).
+`ManifestPiece`) and where that is (`SourceRequest`, `Sources`), and the way from one engine to another
+(`DataRequest`, `DataGrant`). What needs authority carries its `proof`: the term proof of the backbone that
+says it. Payloads that are signed travel as the bytes that were signed. Anything can be answered with
+`Refusal`. Nothing here can carry a routing choice, a weight or an expert program (invariants 1 and 9).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from kvasir_proto.ids import ModelDigestField
 from kvasir_proto.limits import (
     MANIFEST_PIECE_SIZE_MAX,
     MANIFEST_PIECES_MAX,
+    MODEL_ADDRESSES_MAX,
     SWARM_FRAME_SIZE_MAX,
     CertificateDer,
     Host,
     Length,
+    ModelAddress,
     OneTimeToken,
     Port,
     ProofBytes,
@@ -107,8 +109,35 @@ class ManifestPiece:
     data: Annotated[bytes, Length(1, MANIFEST_PIECE_SIZE_MAX)]
 
 
+@dataclass(frozen=True, slots=True)
+class SourceRequest:
+    """Asks where on the web the model of this name can be had."""
+
+    kind: ClassVar[str] = "source_request"
+    model_digest: ModelDigestField
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The answer to `SourceRequest`: addresses, none where this node knows or tells none.
+
+    They are hints. Whoever follows one sends a request where somebody else wants it sent.
+    """
+
+    kind: ClassVar[str] = "sources"
+    urls: Annotated[tuple[ModelAddress, ...], Length(0, MODEL_ADDRESSES_MAX)]
+
+
 SwarmMessage: TypeAlias = (
-    Hello | Welcome | Refusal | DataRequest | DataGrant | ManifestRequest | ManifestPiece
+    Hello
+    | Welcome
+    | Refusal
+    | DataRequest
+    | DataGrant
+    | ManifestRequest
+    | ManifestPiece
+    | SourceRequest
+    | Sources
 )
 
 SWARM: Final[Family[SwarmMessage]] = Family("swarm", get_args(SwarmMessage), SWARM_FRAME_SIZE_MAX)

@@ -48,6 +48,8 @@ kernel_device = "some card"
 [models]
 cache_mib = 1000
 give_mib_per_second = 5
+tell_address = true
+follow_addresses = true
 """
 
 
@@ -83,6 +85,8 @@ def test_every_key_can_stand_in_the_file(tmp_path: Path) -> None:
     assert configuration.engine_kernel_device == "some card"
     assert (configuration.models_cache_mib, configuration.models_cache_bytes) == (1000, 1000 << 20)
     assert configuration.models_give_mib_per_second == 5
+    assert configuration.models_tell_address
+    assert configuration.models_follow_addresses
     assert configuration.model == "demo"
     assert {str(setting.origin) for setting in configuration.settings()} == {f"file {file}"}
 

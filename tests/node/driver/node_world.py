@@ -6,7 +6,7 @@ What is left out is what has tests of its own: libp2p, processes, files. Time is
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ import trio
 
 from kvasir_node.driver.backbone_duty import BackboneSettings
 from kvasir_node.driver.holder_duty import HolderSettings
-from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings
+from kvasir_node.driver.node_duty import ModelOnDisk, NodeDuty, NodeSettings, TakeManifest
 from kvasir_node.kernel_in_use import KernelInUse
 from kvasir_node.model.store import StoredModel
 from kvasir_node.net.core_stream import CoreStreams
@@ -27,7 +27,6 @@ from kvasir_proto.effects import Slot
 from kvasir_proto.errors import ConfigurationInvalid, KvasirError, ModelUnusable
 from kvasir_proto.gossip_rules import is_announcement, is_record, record_in_store
 from kvasir_proto.ids import ModelDigest, NodeId, SwarmDigest
-from kvasir_proto.manifest import ModelManifest
 from kvasir_proto.node_core import LAN
 from kvasir_proto.swarm_manifest import FoundedSwarm, open_swarm_manifest, sign_swarm_manifest
 from tests.node.driver.memory_network import MemoryHost
@@ -159,7 +158,7 @@ class TwinNode:
         self.duty: NodeDuty
         self.network: TwinNetwork | None = None
         self.settings = settings
-        self.take_manifest: Callable[[ModelManifest], Awaitable[None]] | None = None
+        self.take_manifest: TakeManifest | None = None
         """With one, it has no model before this took it in."""
         self.has_model = True
 

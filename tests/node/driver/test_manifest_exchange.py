@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from kvasir_node.driver import manifest_exchange
-from kvasir_node.driver.manifest_exchange import MANIFEST_TIMEOUT_S, ManifestPieces, fetch_manifest
+from kvasir_node.driver.manifest_exchange import (
+    MANIFEST_TIMEOUT_S,
+    ManifestPieces,
+    fetch_addresses,
+    fetch_manifest,
+)
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import RemoteProtocolError, TransportUnavailable
 from kvasir_proto.ids import ModelDigest
 from kvasir_proto.manifest import ModelManifest
-from kvasir_proto.messages.swarm import SWARM, ManifestPiece, ManifestRequest, Refusal, SwarmMessage
+from kvasir_proto.messages.swarm import (
+    SWARM,
+    ManifestPiece,
+    ManifestRequest,
+    Refusal,
+    SourceRequest,
+    SwarmMessage,
+)
 
-Answer = Callable[[ManifestRequest], SwarmMessage]
+Answer = Callable[[Any], SwarmMessage]
 
 
 class Answering:
@@ -32,8 +45,9 @@ class Answering:
     async def send(self, data: bytes) -> None:
         """See `ports.ControlStream`."""
         request = decode(data, SWARM)
-        assert isinstance(request, ManifestRequest)
-        self.asked.append(request.piece)
+        assert isinstance(request, ManifestRequest | SourceRequest)
+        if isinstance(request, ManifestRequest):
+            self.asked.append(request.piece)
         self.request = request
         await trio.lowlevel.checkpoint()
 
@@ -111,3 +125,19 @@ async def test_one_that_comes_too_slowly_is_given_up(
     stream = Answering(ManifestPieces(manifest).answer, delay_s=MANIFEST_TIMEOUT_S / 3)
     with pytest.raises(TransportUnavailable, match="in time"):
         await fetch_manifest(stream, manifest.digest())
+
+
+async def test_addresses_are_told_of_this_model_only(manifest: ModelManifest) -> None:
+    pieces = ManifestPieces(manifest, ("https://a.example/m.gguf",))
+    digest = ModelDigest(manifest.digest())
+    assert pieces.sources(SourceRequest(digest)).urls == ("https://a.example/m.gguf",)
+    with pytest.raises(RemoteProtocolError, match="another model"):
+        pieces.sources(SourceRequest(ModelDigest(bytes(32))))
+    assert ManifestPieces(manifest).sources(SourceRequest(digest)).urls == ()
+
+
+async def test_who_does_not_say_where_a_model_is_has_said_nothing(manifest: ModelManifest) -> None:
+    """A node of before knows no such question."""
+    for answer in (Refusal("unknown_kind", "what?"), ManifestPiece(1, b"x")):
+        stream = Answering(lambda _, answer=answer: answer)  # type: ignore[misc]
+        assert await fetch_addresses(stream, manifest.digest()) == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from kvasir_node.driver.manifest_exchange import ManifestPieces
+from kvasir_node.model.model_url import ModelUrl
 from kvasir_node.model.store import StoredModel
 from kvasir_proto.admission import Revocation, sign_revocation
 from kvasir_proto.capability import CapabilityRecord
@@ -306,8 +307,9 @@ async def test_a_manifest_that_was_worth_nothing_is_followed_by_another_members(
         addresses = tuple(each.host.addresses()[0] for each in members)
         newcomer = TwinNode(world, 9, bootstrap=addresses)
 
-        async def take(manifest: ModelManifest) -> None:
+        async def take(manifest: ModelManifest, told: Sequence[str]) -> None:
             await trio.lowlevel.checkpoint()
+            assert told == (), "nobody asked for addresses"
             taken.append(manifest)
             if manifest != honest:
                 raise ModelUnusable("its header is another")
@@ -319,6 +321,31 @@ async def test_a_manifest_that_was_worth_nothing_is_followed_by_another_members(
         newcomer.start()
         await until(world.is_ready)
     assert taken == [lie, honest]
+
+
+@pytest.mark.parametrize("tell", [True, False])
+async def test_a_newcomer_that_follows_addresses_is_told_those_that_members_tell(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path, tell: bool
+) -> None:
+    url = "https://models.example/tiny.gguf"
+    taken: list[Sequence[str]] = []
+    async with open_nodes(replace(model, source=ModelUrl(url)), tmp_path) as world:
+        founder = TwinNode(world, 0, tell_addresses=tell)
+        world.nodes.append(founder)
+        founder.start()
+        newcomer = TwinNode(world, 9, follow_addresses=True)
+
+        async def take(manifest: ModelManifest, told: Sequence[str]) -> None:
+            await trio.lowlevel.checkpoint()
+            taken.append(told)
+            newcomer.has_model = True
+
+        newcomer.has_model = False
+        newcomer.take_manifest = take
+        world.nodes.append(newcomer)
+        newcomer.start()
+        await until(lambda: taken)
+    assert taken == [(url,) if tell else ()]
 
 
 async def test_engines_that_die_are_replaced_and_everything_serves_again(

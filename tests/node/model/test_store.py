@@ -16,6 +16,7 @@ from kvasir_node.model import store as store_module
 from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_split import PARTS_MAX
+from kvasir_node.model.model_url import ModelUrl
 from kvasir_node.model.store import DEMO_MODEL, ModelStore, StoredModel
 from kvasir_proto.errors import ModelUnusable
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
@@ -377,3 +378,34 @@ def test_a_path_that_is_no_utf8_is_refused_before_anything_is_read(store: ModelS
     with pytest.raises(ModelUnusable, match="its path is not valid UTF-8; rename it"):
         store.add(path)
     assert store.list() == ()
+
+
+def test_a_manifest_alone_is_a_model_without_files(store: ModelStore, tmp_path: Path) -> None:
+    source = make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1))
+    manifest = ModelStore(tmp_path / "other").add(source).manifest
+    taken = store.take_manifest(manifest)
+    assert (taken.source, taken.has_source, taken.addresses) == (None, True, ())
+    assert taken.source_path == taken.experts.directory
+    assert [each.digest for each in store.list()] == [taken.digest]
+    for path in (taken.verified_backbone_path, taken.reference_path):
+        with pytest.raises(ModelUnusable, match="only the manifest is here"):
+            path()
+    added = store.add(source)
+    assert added.source == source
+    assert store.take_manifest(manifest) == added, "what is known of it stays"
+
+
+@pytest.mark.parametrize(
+    "url, told",
+    [
+        ("https://a.example/m.gguf", True),
+        ("https://a.example/m.gguf?signature=secret", False),
+        ("https://a.example/m.gguf#part", False),
+    ],
+)
+def test_an_address_that_may_be_a_key_is_told_nobody(
+    store: ModelStore, tmp_path: Path, url: str, told: bool
+) -> None:
+    model = store.add(make_qwen3moe(tmp_path / "tiny.gguf", ModelShape(n_layer=1)))
+    assert model.addresses == ()
+    assert replace(model, source=ModelUrl(url)).addresses == ((url,) if told else ())
