@@ -252,8 +252,14 @@ class TwinEngine:
     async def say(self, message: EngineMessage) -> None:
         """Say something to control."""
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            async with self._saying:
+            if self._saying.locked():  # only then does it take a turn of the scheduler
+                await self._saying.acquire()
+            else:
+                self._saying.acquire_nowait()
+            try:
                 await self._stream.send_all(frame(encode(message), ENGINE.size_bytes_max))
+            finally:
+                self._saying.release()
 
     async def say_raw(self, data: bytes) -> None:
         """Say what is no message."""
