@@ -290,7 +290,7 @@ class Continuation:
             self._waits_since = now
             self._n_losses += is_hard
             if self._n_losses >= self._options.losses_max:
-                self._end_without("session_lost", f"{self._n_losses} backbones in a row lost it: {reason}")
+                self._end_without("session_lost", f"it was lost {self._n_losses} times in a row: {reason}")
                 return
         if pause is None:
             pause = Duration(

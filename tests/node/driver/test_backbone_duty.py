@@ -1458,6 +1458,35 @@ async def test_a_session_that_is_to_come_later_is_no_error_of_the_node(
             assert backbone.duty.report()["last_error"] == error
 
 
+async def test_a_reign_that_is_not_ready_is_waited_for_until_it_is_or_is_over(
+    autojump_clock: MockClock, model: StoredModel, tmp_path: Path
+) -> None:
+    async with open_world(model, tmp_path) as world:
+        backbone = TwinBackbone(world)
+        (holder,) = backbone.add_holders(1)
+        await until(lambda: backbone.state == "standby")
+        backbone.elect(1)
+        over = []
+
+        async def wait(version: tuple[int, int]) -> None:
+            await backbone.duty.wait_ready(version)
+            over.append((version, backbone.state))
+
+        for version in ((0, 1), (0, 2)):
+            world.nursery.start_soon(wait, version)
+        await trio.sleep(3.0)
+        assert over == [((0, 2), "joining")], "it is not of that term"
+        backbone.issue(backbone.make(holder))
+        await until(lambda: len(over) == 2)
+        assert over[1][0] == (0, 1)
+        assert over[1][1] in ("ready", "degraded")
+        assert trio.current_time() < 60.0
+        holder.restart_engine()
+        world.nursery.start_soon(wait, (0, 1))
+        backbone.lose()
+        await until(lambda: len(over) == 3)
+
+
 async def test_whoever_opens_a_session_hears_when_it_has_its_place(
     autojump_clock: MockClock, model: StoredModel, tmp_path: Path
 ) -> None:
