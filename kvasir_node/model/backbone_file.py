@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from types import TracebackType
+from typing import BinaryIO, Final, Self, TypeVar
 
-from kvasir_node.model.byte_ranges import InOrder
+from kvasir_node.model.byte_ranges import InOrder, LocalFile
+from kvasir_node.model.expert_files import PARTIAL_SUFFIX
 from kvasir_node.model.gguf_format import GgufFile, GgufTensor, metadata_sha256
 from kvasir_node.model.gguf_reader import read_gguf
 from kvasir_node.model.gguf_writer import copy_tensor, lay_out, new_file, verified_pieces
 from kvasir_node.model.model_bytes import ModelBytes
-from kvasir_node.model.model_manifest import CopyOf, differing_field, moved_manifest
+from kvasir_node.model.model_manifest import differing_field, moved_manifest
 from kvasir_node.model.model_url import Location
-from kvasir_proto.errors import ModelUnusable
+from kvasir_proto.errors import ModelUnusable, SourceFailed
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
 
@@ -81,27 +84,78 @@ def write_model_file(
         output.truncate(size_bytes)
 
 
-@contextlib.contextmanager
-def backbone_copy(gguf: GgufFile, destination: Path) -> Iterator[CopyOf]:
-    """Write the backbone file of a model whose manifest is being made from the same bytes, as they pass.
+class BackboneCopy:
+    """The backbone file of a model whose manifest is being made from the same bytes, written as they pass.
 
-    It appears when the block ends well. Raises `ModelUnusable` when it cannot be written.
+    A context manager. It appears at `destination` with `finish`; until then what there is of it lies in a
+    file beside it, which another one goes on with. Raises `ModelUnusable` when it cannot be written.
     """
-    header, placed, size_bytes = lay_out(
-        tuple(gguf.metadata.values()), _written(gguf.tensors, _is_trunk), gguf.alignment
-    )
-    offsets = {each.name: each.offset for each in placed}
-    with new_file(destination) as output:
-        output.write(header)
 
-        @contextlib.contextmanager
-        def copy_of(tensor: GgufTensor, part: int) -> Iterator[BinaryIO | None]:
+    def __init__(self, gguf: GgufFile, destination: Path) -> None:
+        self._destination = destination
+        self._partial = destination.with_name(destination.name + PARTIAL_SUFFIX)
+        self._header, placed, self._size_bytes = lay_out(
+            tuple(gguf.metadata.values()), _written(gguf.tensors, _is_trunk), gguf.alignment
+        )
+        self._offsets = {each.name: each.offset for each in placed}
+        try:
+            handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._file = open(handle, "r+b")  # noqa: SIM115 - closed at the end of the block
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    @contextlib.contextmanager
+    def copy_of(self, tensor: GgufTensor, part: int) -> Iterator[BinaryIO | None]:
+        """See `model_manifest.CopyOf`."""
+        try:
             if _is_trunk(tensor):
-                output.seek(offsets[tensor.name])
-            yield output if _is_trunk(tensor) else None
+                self._file.seek(self._offsets[tensor.name])
+            yield self._file if _is_trunk(tensor) else None
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
-        yield copy_of
-        output.truncate(size_bytes)
+    def is_here(self, tensor: GgufTensor, sha256: bytes) -> bool:
+        """Whether the bytes of this tensor of the trunk are in the file; reads them."""
+        return has_digest(self._partial, self._offsets[tensor.name], tensor.size_bytes, sha256)
+
+    def finish(self) -> None:
+        """All of the trunk has come."""
+        try:
+            self._file.seek(0)
+            self._file.write(self._header)
+            self._file.truncate(self._size_bytes)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._partial.replace(self._destination)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ModelUnusable:
+        return ModelUnusable(f"{self._partial} cannot be written: {error.strerror or error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def has_digest(path: Path, offset: int, size_bytes: int, sha256: bytes) -> bool:
+    """Whether these bytes of a file of our own are there and have this digest."""
+    hasher = hashlib.sha256()
+    try:
+        with contextlib.closing(LocalFile(path)) as file:
+            for piece in file.pieces(offset, size_bytes):
+                hasher.update(piece)
+    except SourceFailed:
+        return False
+    return hasher.digest() == sha256
 
 
 def _is_trunk(tensor: GgufTensor | ManifestTensor) -> bool:

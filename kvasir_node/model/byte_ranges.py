@@ -42,12 +42,18 @@ class ByteRanges(Pieces, Protocol):
     def size_bytes(self) -> int:
         """How many bytes it has, as it said when it was opened."""
 
+    @property
+    def version(self) -> str:
+        """Tells these bytes from others at the same place; empty where nothing does."""
+
     def close(self) -> None:
         """Let go of what it holds; no range can be had afterwards. Idempotent."""
 
 
 class LocalFile:
     """A file of this machine, as a source. Raises `SourceFailed` when it cannot be read."""
+
+    version = ""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)

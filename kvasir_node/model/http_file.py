@@ -104,6 +104,12 @@ class HttpFile:
             raise SourceFailed(f"{self.name} is cut short: it ends at byte {self.size_bytes}")
         return self._attempts(offset, offset + size_bytes)
 
+    @property
+    def version(self) -> str:
+        """What the server calls these bytes (see `ByteRanges`); a weak tag may call others so too."""
+        version = self._version or ""
+        return "" if version.startswith("W/") else version
+
     def close(self) -> None:
         """Close every connection. Idempotent."""
         with self._idle_lock:

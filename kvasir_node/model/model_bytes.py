@@ -42,6 +42,11 @@ class ModelBytes:
             self.close()
             raise
 
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """What tells its files from others at the same place (see `ByteRanges.version`), in order."""
+        return tuple(part.version for _, _, part in self._parts)
+
     def read(self, offset: int, size_bytes: int) -> bytes:
         """The bytes of one range, whole."""
         return b"".join(self.pieces(offset, size_bytes))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Protocol
 
 from kvasir_node.model.byte_ranges import InOrder
 from kvasir_node.model.gguf_format import INTEGER_TYPES, GgufFile, GgufTensor, ValueType, metadata_sha256
@@ -68,15 +68,35 @@ def build_manifest(path: Location, progress: Progress | None = None) -> ModelMan
     return manifest_of(read_gguf(path), progress)
 
 
+class PartsHad(Protocol):
+    """What an earlier pass over the same bytes has had of them."""
+
+    def begin(self, versions: tuple[str, ...]) -> None:
+        """The pass is over these versions of the files; of others nothing counts."""
+
+    def may_have(self, tensor: GgufTensor, part: int) -> bool:
+        """Whether `digest_of` may know it; asked for what is to be read together."""
+
+    def digest_of(self, tensor: GgufTensor, part: int) -> bytes | None:
+        """The digest of a part that need not be read again; None where it must."""
+
+    def note(self, tensor: GgufTensor, part: int, digest: bytes) -> None:
+        """A part has been read."""
+
+
 def manifest_of(
-    gguf: GgufFile, progress: Progress | None = None, copy_of: CopyOf | None = None
+    gguf: GgufFile,
+    progress: Progress | None = None,
+    copy_of: CopyOf | None = None,
+    had: PartsHad | None = None,
 ) -> ModelManifest:
     """As `build_manifest`, for a header that has been read already.
 
-    `copy_of` says where the bytes of a part are to be written as they pass, so that none is read twice.
+    `copy_of` says where the bytes of a part are to be written as they pass, so that none is read twice;
+    `had` which of them an earlier pass has read.
     """
     fields = _header_fields(gguf)
-    return _manifest(gguf, fields, lambda: _digested_tensors(gguf, progress, copy_of or _no_copy))
+    return _manifest(gguf, fields, lambda: _digested_tensors(gguf, progress, copy_of or _no_copy, had))
 
 
 def moved_manifest(manifest: ModelManifest, gguf: GgufFile) -> ModelManifest:
@@ -297,35 +317,60 @@ def _no_copy(tensor: GgufTensor, part: int) -> AbstractContextManager[None]:
 
 
 def _digested_tensors(
-    gguf: GgufFile, progress: Progress | None, copy_of: CopyOf
+    gguf: GgufFile, progress: Progress | None, copy_of: CopyOf, had: PartsHad | None
 ) -> tuple[ManifestTensor, ...]:
     """Every tensor with its digests, in the file's order, read in the order of the bytes."""
     digests: dict[str, bytes] = {}
     total = sum(each.size_bytes for each in gguf.tensors)
     done = 0
+    parts = [
+        (tensor, part)
+        for tensor in sorted(gguf.tensors, key=lambda each: each.offset)
+        for part in range(_n_part(tensor))
+    ]
     with ModelBytes(gguf.path, gguf.size_bytes) as model:
-        source = InOrder(model, gguf.data_offset, gguf.size_bytes)
-        for tensor in sorted(gguf.tensors, key=lambda each: each.offset):
-            is_expert = is_expert_name(tensor.name)
-            n_part = tensor.shape[-1] if is_expert else 1
-            size_bytes = tensor.size_bytes // n_part
-            parts = []
-            for part in range(n_part):
+        if had is not None:
+            had.begin(model.versions)
+        source, source_end = InOrder(model, 0, 0), 0
+        for number, (tensor, part) in enumerate(parts):
+            size_bytes = tensor.size_bytes // _n_part(tensor)
+            begin = tensor.offset + part * size_bytes
+            digest = None if had is None else had.digest_of(tensor, part)
+            if digest is None:
+                if begin >= source_end:
+                    source_end = _end_of_run(gguf, parts, number, had)
+                    source = InOrder(model, begin, source_end)
                 hasher = hashlib.sha256()
                 with copy_of(tensor, part) as copy:
-                    for piece in source.pieces(tensor.offset + part * size_bytes, size_bytes):
+                    for piece in source.pieces(begin, size_bytes):
                         hasher.update(piece)
                         if copy is not None:
                             copy.write(piece)
-                parts.append(hasher.digest())
-                done += size_bytes
-                if progress is not None:
-                    progress(done, total)
-            digests[tensor.name] = b"".join(parts)
+                digest = hasher.digest()
+                if had is not None:
+                    had.note(tensor, part, digest)
+            digests[tensor.name] = digests.get(tensor.name, b"") + digest
+            done += size_bytes
+            if progress is not None:
+                progress(done, total)
     return tuple(
         ManifestTensor(each.name, each.type, each.shape, each.offset, each.size_bytes, digests[each.name])
         for each in gguf.tensors
     )
+
+
+def _n_part(tensor: GgufTensor) -> int:
+    return tensor.shape[-1] if is_expert_name(tensor.name) else 1
+
+
+def _end_of_run(
+    gguf: GgufFile, parts: Sequence[tuple[GgufTensor, int]], number: int, had: PartsHad | None
+) -> int:
+    """Where what is read together from this part on ends: before the next one that need not be read."""
+    for tensor, part in parts[number + 1 :] if had is not None else ():
+        if had is not None and had.may_have(tensor, part):
+            return tensor.offset + part * (tensor.size_bytes // _n_part(tensor))
+    return gguf.size_bytes
 
 
 def _name_of(gguf: GgufFile, architecture: str) -> str:

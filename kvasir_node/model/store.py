@@ -17,26 +17,30 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self
 
 from kvasir_node.durable_file import PARTIAL_PREFIX, remove_leftovers
 from kvasir_node.model.backbone_file import (
-    backbone_copy,
+    BackboneCopy,
     backbone_tensors,
+    has_digest,
     verify_backbone_file,
     write_backbone_file,
 )
-from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, ExpertFiles
+from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, PARTIAL_SUFFIX, ExpertFiles
 from kvasir_node.model.gguf_format import GgufFile, GgufTensor
 from kvasir_node.model.gguf_reader import memory_for, read_gguf
 from kvasir_node.model.gguf_split import model_name
 from kvasir_node.model.gguf_writer import new_file
 from kvasir_node.model.model_manifest import Progress, manifest_of, moved_manifest
 from kvasir_node.model.model_url import Location, ModelUrl, location_of
+from kvasir_node.model.pull_journal import JOURNAL, PullJournal
 from kvasir_node.model.reference_file import verify_reference_file, write_reference_file
 from kvasir_node.model.verified_files import VerifiedFiles, identity_of
 from kvasir_node.small_file import read_small_file
@@ -53,9 +57,13 @@ DEMO_MODEL: Final = Path(__file__).parents[1] / "data" / "demo-q8_0.gguf"
 """What comes with the package; every home has it by these names, also before it was taken into its store."""
 _DEMO_NAMES: Final = ("demo", DEMO_MODEL.stem)
 
+PULL_KEPT_S: Final = 7 * 86400
+"""How long what came of a pull that did not end is kept for the next one of the same address."""
+
 ENTRY_SCHEMA_VERSION: Final = 2
 DIGEST_PREFIX_LENGTH_MIN: Final = 6
 
+_PULL_PREFIX: Final = f"{PARTIAL_PREFIX}pull-"
 _ENTRY: Final = "entry.json"
 _MANIFEST: Final = "manifest.msgpack"
 _BACKBONE: Final = "backbone.gguf"
@@ -274,7 +282,7 @@ class ModelStore:
                 manifest = self._known_at(url, gguf) if manifest is None else moved_manifest(manifest, gguf)
                 if manifest is not None and self._has_backbone(manifest):
                     return self._build(url, (), manifest, _counted(None, 0), judge)
-            with _staging(self._directory) as staging:
+            with _staging(self._directory, url if manifest is None else None) as staging:
                 if manifest is None:
                     manifest = self._fetch_all(gguf, staging, progress, experts_bytes_max)
                 else:
@@ -311,19 +319,16 @@ class ModelStore:
     ) -> ModelManifest:
         experts_bytes = sum(each.size_bytes for each in gguf.tensors if is_expert_name(each.name))
         needed = gguf.size_bytes - experts_bytes
-        _require_space(self._directory, needed, "the backbone file")
-        free_bytes = shutil.disk_usage(self._directory).free
-        experts = ExpertFiles(staging / EXPERTS_DIRECTORY)
+        here_bytes = sum(each.stat().st_blocks * 512 for each in staging.rglob("*") if each.is_file())
+        _require_space(self._directory, needed - here_bytes, "the backbone file")
+        free_bytes = shutil.disk_usage(self._directory).free + here_bytes
         keep_experts = experts_bytes_max is None or experts_bytes <= experts_bytes_max
         keep_experts = keep_experts and free_bytes >= needed + experts_bytes + SPARE_BYTES
-        with backbone_copy(gguf, staging / _BACKBONE) as trunk_copy:
-
-            def copy_of(tensor: GgufTensor, part: int) -> AbstractContextManager[BinaryIO | None]:
-                if keep_experts and is_expert_name(tensor.name):
-                    return experts.writing(tensor.name, part)
-                return trunk_copy(tensor, part)
-
-            return manifest_of(gguf, progress, copy_of)
+        experts = ExpertFiles(staging / EXPERTS_DIRECTORY) if keep_experts else None
+        with _PulledBytes(gguf, staging, experts) as pulled:
+            manifest = manifest_of(gguf, progress, pulled.copy_of, pulled)
+            pulled.finish()
+            return manifest
 
     def _take_in(self, staging: Path, url: ModelUrl, manifest: ModelManifest) -> StoredModel:
         """Move what was fetched to where it belongs, and describe it; the store is locked."""
@@ -520,16 +525,90 @@ class ModelStore:
             raise ModelUnusable(f"{path} is damaged: it is not an entry") from error
 
 
+class _PulledBytes:
+    """What a pull has had of a model's bytes before, and what it writes them to (`PartsHad`, `CopyOf`).
+
+    A context manager. Nothing is believed that is not in the journal, nor any bytes that are not as it says.
+    """
+
+    def __init__(self, gguf: GgufFile, staging: Path, experts: ExpertFiles | None) -> None:
+        """``experts``: where they go; None where they are not kept."""
+        self._gguf = gguf
+        self._staging = staging
+        self._experts = experts
+        self._journal: PullJournal | None = None
+        self._backbone = BackboneCopy(gguf, staging / _BACKBONE)
+
+    def begin(self, versions: tuple[str, ...]) -> None:
+        """See `PartsHad`."""
+        gguf = self._gguf
+        identity = (str(gguf.path), gguf.header_sha256.hex(), str(gguf.size_bytes), *versions)
+        if all(versions):  # otherwise nothing tells whether it is the same file the next time
+            self._journal = PullJournal(self._staging, identity)
+        if self._journal is None or not self._journal.has_begun or self._experts is None:
+            shutil.rmtree(self._staging / EXPERTS_DIRECTORY, ignore_errors=True)
+
+    def may_have(self, tensor: GgufTensor, part: int) -> bool:
+        """See `PartsHad`."""
+        return self._journal is not None and self._journal.digest_of(tensor.name, part) is not None
+
+    def digest_of(self, tensor: GgufTensor, part: int) -> bytes | None:
+        """See `PartsHad`."""
+        digest = None if self._journal is None else self._journal.digest_of(tensor.name, part)
+        if digest is None or self._is_here(tensor, part, digest):
+            return digest
+        return None
+
+    def _is_here(self, tensor: GgufTensor, part: int, digest: bytes) -> bool:
+        if not is_expert_name(tensor.name):
+            return self._backbone.is_here(tensor, digest)
+        if self._experts is None:
+            return True  # its bytes are wanted by nobody, and its digest is of what came
+        path = self._experts.path_of(tensor.name, part)
+        return has_digest(path, 0, tensor.size_bytes // tensor.shape[-1], digest)
+
+    def note(self, tensor: GgufTensor, part: int, digest: bytes) -> None:
+        """See `PartsHad`."""
+        if self._journal is not None:
+            self._journal.note(tensor.name, part, digest)
+
+    def copy_of(self, tensor: GgufTensor, part: int) -> AbstractContextManager[BinaryIO | None]:
+        """See `CopyOf`."""
+        if self._experts is not None and is_expert_name(tensor.name):
+            return self._experts.writing(tensor.name, part)
+        return self._backbone.copy_of(tensor, part)
+
+    def finish(self) -> None:
+        """Everything has come: what is left are the model's files."""
+        self._backbone.finish()
+        (self._staging / JOURNAL).unlink(missing_ok=True)
+        for path in self._staging.rglob(f"*{PARTIAL_SUFFIX}"):
+            path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._backbone.__exit__(kind, error, trace)
+        if self._journal is not None:
+            self._journal.close()
+
+
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Nobody else adds to the store at `directory` meanwhile; waits for who does. What others left behind
-    that were killed goes.
+    that were killed goes, but for what a pull has had of a model in the last days.
     """
     with _alone_with(directory / ".lock"):
         for model in directory.glob("*/"):
             remove_leftovers(model)
         for staging in directory.glob(f"{PARTIAL_PREFIX}*"):
-            if not _is_used(staging):
+            if not _is_used(staging) and not _may_be_gone_on_with(staging):
                 shutil.rmtree(staging, ignore_errors=True)
         yield
 
@@ -546,22 +625,45 @@ def _alone_with(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _staging(directory: Path) -> Iterator[Path]:
+def _staging(directory: Path, url: ModelUrl | None) -> Iterator[Path]:
     """A directory for what has no name yet; it goes with the block, or, where its process has ended, when
     the lock is next taken.
+
+    That of a pull of all that is at `url` stays for the next one, until all has come. Of two at once the
+    second has one of its own, and begins anew.
     """
     try:
         with _locked(directory):
-            staging = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=directory))
+            staging = _directory_of_pull(directory, url) if url is not None else None
+            if staging is None or (staging.exists() and _is_used(staging)):
+                staging = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=directory))
+            staging.mkdir(mode=0o700, exist_ok=True)
             handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(handle, fcntl.LOCK_EX)
         try:
             yield staging
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if not _may_be_gone_on_with(staging):
+                shutil.rmtree(staging, ignore_errors=True)
             os.close(handle)
     except OSError as error:
         raise ModelUnusable(f"{directory} cannot be used: {error.strerror or error}") from error
+
+
+def _may_be_gone_on_with(staging: Path) -> bool:
+    """Whether what a pull left here is for the next one: something came of it, and not too long ago."""
+    if not staging.name.startswith(_PULL_PREFIX):
+        return False
+    try:
+        age_s = time.time() - (staging / JOURNAL).stat().st_mtime
+    except OSError:
+        return False
+    return age_s < PULL_KEPT_S
+
+
+def _directory_of_pull(directory: Path, url: ModelUrl) -> Path:
+    """Where a pull of this address has what came; an address that is signed anew each time is one."""
+    return directory / (_PULL_PREFIX + hashlib.sha256(str(url).encode()).hexdigest()[:16])
 
 
 def _is_used(staging: Path) -> bool:

@@ -116,6 +116,15 @@ def test_who_says_it_holds_is_asked_and_the_others_only_for_what_nobody_gives() 
     assert asked[C] == [5, 6, 7]
 
 
+def test_while_a_holder_is_busy_nobody_else_is_asked_for_what_it_may_give_next() -> None:
+    sources = ExpertSources(wanted((0, 0, 8), size_bytes=RUN_SIZE_BYTES_MAX), OWN, PassedOver())
+    holders = {A: ShardSet(((0, 0, 8),))}
+    first = sources.next_run(holders, (C,), NOW)
+    assert first is not None
+    assert first[0] == A
+    assert sources.next_run(holders, (C,), NOW) is None
+
+
 def test_several_are_asked_at_once_and_each_once() -> None:
     names = [NodeId(f"n{each}") for each in range(9)]
     sources = ExpertSources(wanted((0, 0, 64), size_bytes=RUN_SIZE_BYTES_MAX), OWN, PassedOver())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +26,11 @@ from kvasir_node.model.backbone_file import verify_backbone_file
 from kvasir_node.model.expert_bytes import ExpertSource
 from kvasir_node.model.expert_cache import ExpertCache
 from kvasir_node.model.gguf_split import part_locations
-from kvasir_node.model.store import ModelStore, StoredModel
+from kvasir_node.model.model_manifest import build_manifest
+from kvasir_node.model.pull_journal import JOURNAL
+from kvasir_node.model.store import PULL_KEPT_S, ModelStore, StoredModel
 from kvasir_proto.errors import ModelUnusable, SourceFailed
-from kvasir_proto.manifest import ShardSet
+from kvasir_proto.manifest import ModelManifest, ShardSet
 from tests.model_makers import ModelShape, make_dense, make_qwen3moe
 from tests.node.model.misbehaving_server import Answering, serving
 
@@ -305,17 +311,19 @@ def test_nothing_is_left_of_what_did_not_work(store: ModelStore, source: Path, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_pull_that_is_told_to_end_leaves_nothing_and_a_killed_ones_rest_goes_with_the_next(
+def test_a_pull_that_ended_too_early_is_gone_on_with_however_it_ended(
     source: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     is_fetching = threading.Event()
+    size_bytes = source.stat().st_size
+    cut = size_bytes * 2 // 3
 
     def hang(answering: Answering, begin: int, end: int) -> bool:
-        if begin:  # behind the header
-            answering.part(answering.data, begin, end, answering.data[begin : begin + 60_000])
+        if end > cut:
+            answering.part(answering.data, begin, end, answering.data[begin:cut])
             is_fetching.set()
             answering.server.ended.wait(30)
-        return bool(begin)
+        return end > cut
 
     home = tmp_path / "home"
     with serving(source) as server:
@@ -324,13 +332,148 @@ def test_a_pull_that_is_told_to_end_leaves_nothing_and_a_killed_ones_rest_goes_w
         with subprocess.Popen([*command, server.url(source.name).url], stderr=subprocess.DEVNULL) as process:
             try:
                 assert is_fetching.wait(60)
-                # Something of it is on the disk by now, or will be before the signal is heard.
+                wait_for_noted(home, build_manifest(source), cut // 2)
                 process.send_signal(number)
                 assert process.wait(30) != 0
             finally:
                 process.kill()
-        left = {each.name for each in (home / "models").iterdir()}
-        assert (left == {".lock"}) == (number != signal.SIGKILL)
-        server.behaviour = None
+        server.behaviour, server.sent_bytes = None, 0
+        ModelStore(home / "models").add(make_qwen3moe(tmp_path / "other.gguf", replace(SHAPE, seed=9)))
         pulled = ModelStore(home / "models").pull(server.url(source.name))
-    assert {each.name for each in (home / "models").iterdir()} == {".lock", pulled.digest}
+        assert server.sent_bytes < size_bytes - cut // 2 + HEADER_BYTES
+    check_pulled(pulled, source, tmp_path)
+    left = {each.name for each in (home / "models").iterdir()}
+    assert {each for each in left if each.startswith(".")} == {".lock"}
+    assert {each.name for each in pulled.manifest_path.parent.iterdir()} == {
+        "entry.json",
+        "manifest.msgpack",
+        "backbone.gguf",
+        "experts",
+    }
+
+
+HEADER_BYTES = (256 << 10) + 2
+"""The header is read in steps of that size."""
+
+
+def wait_for_noted(home: Path, manifest: ModelManifest, size_bytes: int) -> None:
+    """Wait until so much has been noted as having come."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        journals = list(home.glob(f"models/.partial-pull-*/{JOURNAL}"))
+        names = [line.split()[-1] for each in journals for line in each.read_text().splitlines()[1:]]
+        tensors = [manifest.tensor(each) for each in names if manifest.has_tensor(each)]
+        if (
+            sum(each.expert_size_bytes if each.is_expert else each.size_bytes for each in tensors)
+            >= size_bytes
+        ):
+            return
+        time.sleep(0.02)
+    raise AssertionError("nothing comes")
+
+
+def check_pulled(pulled: StoredModel, source: Path, tmp_path: Path) -> None:
+    added = ModelStore(tmp_path / "others").add(source)
+    assert pulled.manifest == added.manifest
+    assert pulled.backbone_path.read_bytes() == added.backbone_path.read_bytes()
+    whole = pulled.manifest.whole_shard()
+    assert pulled.experts.missing(pulled.manifest, whole) == []
+    assert pulled.experts.damaged(pulled.manifest, whole) == []
+
+
+class Interrupted(BaseException):
+    """As a signal that ends a pull."""
+
+
+def interrupt_at(fraction: float) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done >= fraction * total:
+            raise Interrupted
+
+    return progress
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 30), keep_experts=st.booleans())
+def test_interrupted_anywhere_and_damaged_meanwhile_a_pull_gives_the_model(
+    tmp_path: Path, source: Path, seed: int, keep_experts: bool
+) -> None:
+    """A power cut leaves zeros, holes and torn lines; each costs what it took and is never believed."""
+    draws = random.Random(seed)
+    directory = tmp_path / f"models-{seed}-{keep_experts}"
+    store = ModelStore(directory)
+    experts_bytes_max = None if keep_experts else 0
+    with serving(source) as server:
+        url = server.url(source.name)
+        for _ in range(3):
+            with contextlib.suppress(Interrupted):
+                store.pull(url, interrupt_at(draws.random()), experts_bytes_max=experts_bytes_max)
+            files = sorted(each for each in directory.glob(".partial-pull-*/**/*") if each.is_file())
+            for path in draws.sample(files, min(2, len(files))):
+                data = bytearray(path.read_bytes())
+                begin = draws.randrange(len(data) + 1)
+                if path.name == JOURNAL or draws.random() < 0.5:
+                    del data[begin:]
+                else:
+                    data[begin:] = bytes(len(data) - begin)
+                path.write_bytes(data)
+        pulled = store.pull(url, experts_bytes_max=experts_bytes_max)
+    assert pulled.manifest == ModelStore(tmp_path / "others").add(source).manifest
+    verify_backbone_file(pulled.backbone_path, pulled.manifest)
+    whole = pulled.manifest.whole_shard()
+    assert pulled.experts.damaged(pulled.manifest, whole) == []
+    if keep_experts:
+        check_pulled(pulled, source, tmp_path)
+    else:
+        assert not pulled.experts.directory.exists()
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("keep_experts", [True, False])
+def test_what_came_before_is_not_fetched_again(store: ModelStore, source: Path, keep_experts: bool) -> None:
+    size_bytes = source.stat().st_size
+    experts_bytes_max = None if keep_experts else 0
+    with serving(source) as server:
+        url = server.url(source.name)
+        with pytest.raises(Interrupted):
+            store.pull(url, interrupt_at(0.8), experts_bytes_max=experts_bytes_max)
+        server.sent_bytes = 0
+        store.pull(url, experts_bytes_max=experts_bytes_max)
+        assert server.sent_bytes < 0.3 * size_bytes + HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "before, later", [('"one"', '"two"'), ('"one"', 'W/"one"'), ('W/"one"', 'W/"one"'), (None, None)]
+)
+def test_bytes_of_another_version_are_not_gone_on_with(
+    store: ModelStore, source: Path, tmp_path: Path, before: str | None, later: str | None
+) -> None:
+    """A file with the same header and other weights; or a server that does not say."""
+    other = make_qwen3moe(tmp_path / "other.gguf", replace(SHAPE, seed=9))
+    assert other.stat().st_size == source.stat().st_size
+    with serving(source) as server:
+        url = server.url(source.name)
+        tag = before
+
+        def tagged(answering: Answering, begin: int, end: int) -> bool:
+            answering.part(answering.data, begin, end, headers={"ETag": tag})
+            return True
+
+        server.behaviour = tagged
+        with pytest.raises(Interrupted):
+            store.pull(url, interrupt_at(0.8))
+        server.files[source.name] = other.read_bytes()
+        tag = later
+        pulled = store.pull(url)
+    check_pulled(pulled, other, tmp_path)
+
+
+def test_what_nobody_goes_on_with_is_kept_for_a_week(store: ModelStore, source: Path, tmp_path: Path) -> None:
+    with serving(source) as server, pytest.raises(Interrupted):
+        store.pull(server.url(source.name), interrupt_at(0.5))
+    (journal,) = tmp_path.glob(f"models/.partial-pull-*/{JOURNAL}")
+    for age_s, is_kept in ((PULL_KEPT_S - 100, True), (PULL_KEPT_S + 100, False)):
+        then = time.time() - age_s
+        os.utime(journal, (then, then))
+        store.add(source)
+        assert journal.parent.exists() == is_kept
