@@ -140,7 +140,7 @@ SLOWED_DOWN: dict[str, tuple[list[tuple[float, bool | None]], int]] = {
     "for good": ([(9000, False), (90000, True)], 2),
     "from its start": ([(9000, True)], 1),
     "and no more": ([(9000, False), (9000, True), (9000, False)], 3),
-    "now and then": ([(9000, False), *[(400, True), (400, False)] * 20], 6),
+    "now and then": ([(9001, False), *[(411, True), (411, False)] * 20], 6),
     "and nobody can say so any more": ([(9000, False), (9000, None), (9000, False)], 1),
 }
 
