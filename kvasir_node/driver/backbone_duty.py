@@ -2,8 +2,9 @@
 
 The core decides who is the backbone, until when, and who holds what; this duty makes it so. It tells the
 engine the lease, connects the holders of the core's plan, holds what the plan gives this node itself, and
-puts clients' sessions through. A reign lasts from the first `LeaseHeld` until the lease is lost: nothing is
-sampled after it and nothing sent to holders. Before it a standby has everything ready that needs no lease.
+puts clients' sessions through. A reign lasts from the first `LeaseHeld` until the lease is lost for good:
+nothing is sampled after it, nor while the lease has lapsed and may come back. Before it a standby has
+everything ready that needs no lease.
 Which expert runs where, who is alive and who may vote is not known here; rows never pass here.
 """
 
@@ -153,6 +154,8 @@ class _Reign:
     term: int
     until: Instant
     plan: Plan | None = None
+    suspended: str = ""
+    """Why it holds none just now, while that may come back."""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -242,8 +245,11 @@ class BackboneDuty:
             case LeaseHeld():
                 if not self._take_lease(event):
                     return
-            case LeaseLost(epoch, term, reason):
-                self._end_reign_of((epoch, term), reason)
+            case LeaseLost(epoch, term, reason, may_return):
+                if may_return:
+                    self._suspend_reign_of((epoch, term), reason)
+                else:
+                    self._end_reign_of((epoch, term), reason)
             case TermVoided(epoch, term):
                 self._end_reign_of((epoch, term), f"there is evidence of a lie in ({epoch}, {term})")
             case TermFollowed(term, proof):
@@ -278,17 +284,30 @@ class BackboneDuty:
             self._end_reign_of(
                 self._reign.version, f"a lease of ({lease.epoch}, {lease.term}) took its place"
             )
-        begins = self._reign is None
+        begins = self._reign is None or bool(self._reign.suspended)
         if self._reign is None:
             self._reign = _Reign(lease.epoch, lease.term, lease.until)
             self._end_of_reign = ""
             log.info("reign_began", epoch=lease.epoch, term=lease.term)
-        self._reign.until = lease.until
+        self._reign.until, self._reign.suspended = lease.until, ""
         self._tell_lease(self._reign)
         return begins
 
     def _tell_lease(self, reign: _Reign) -> None:
         self._tell(("lease", ""), SetLease(reign.epoch, reign.term, reign.until))
+
+    def _suspend_reign_of(self, version: tuple[int, int], reason: str) -> None:
+        """Nothing is sampled while the lease may come back; holders stay connected and sessions wait.
+
+        On a busy machine a lease is late now and then. Connecting everybody anew takes the time that the next
+        renewal needs, so that one lapse would bring on the next.
+        """
+        reign = self._reign
+        if reign is None or reign.version != version:
+            return
+        log.info("reign_suspended", epoch=reign.epoch, term=reign.term, reason=reason)
+        reign.suspended = reason
+        self._tell(("lease", ""), SetLease(reign.epoch, reign.term, 0))
 
     def _end_reign_of(self, version: tuple[int, int], reason: str) -> None:
         """End the reign of this (epoch, term), if it is the one that lasts."""
@@ -482,6 +501,8 @@ class BackboneDuty:
             return "starting", self._last_error.unrecovered or "the backbone engine is loading"
         if reign is None:
             return "standby", self._why_no_reign()
+        if reign.suspended:
+            return "joining", f"{reign.suspended}; it may be granted again"
         plan = reign.plan
         if plan is None:
             return "joining", "no plan yet"
@@ -527,12 +548,14 @@ class BackboneDuty:
         node. What is known of members, terms and the electorate is the core's to tell.
         """
         reign = self._reign
+        holds_lease = reign is not None and not reign.suspended
+        left_s = round(in_seconds(between(self._now(), reign.until)), 3) if reign and holds_lease else None
         plan = reign.plan if reign is not None else None
         coverage = self._holders.coverage(plan, self._node_id, self._own.shard) if plan is not None else None
         return {
-            "is_backbone": reign is not None,
+            "is_backbone": holds_lease,
             "fetch": self._fetching.report(),
-            "lease_left_s": round(in_seconds(between(self._now(), reign.until)), 3) if reign else None,
+            "lease_left_s": left_s,
             "plan": {
                 "revision": plan.revision if plan else 0,
                 "coverage": coverage.n_pairs_held / coverage.n_pairs if coverage else 0.0,

@@ -575,7 +575,7 @@ class ElectionCore:
         if self._role is Role.BACKBONE and tenure.until is not None and now >= tenure.until:
             self._become(RoleEvent.LEASE_OVER)
             self._deadline = after(now, self._options.lease)
-            self._output.append(LeaseLost(tenure.term.epoch, tenure.term.term, "lease over"))
+            self._output.append(LeaseLost(tenure.term.epoch, tenure.term.term, "lease over", True))
         if self._role is Role.ELECTED and now >= self._deadline:
             self._leave(RoleEvent.PATIENCE_OVER, "no quorum", now)
             return
@@ -663,12 +663,11 @@ class ElectionCore:
 
     def _leave(self, event: RoleEvent, reason: str, now: Instant) -> None:
         """Become a follower, whatever the role was; its term is over for good."""
-        held = self._role is Role.BACKBONE
         self._become(event)
         self._candidacy = None
         tenure, self._tenure = self._tenure, None
-        if tenure is not None and held:
-            self._output.append(LeaseLost(tenure.term.epoch, tenure.term.term, reason))
+        if tenure is not None and tenure.until is not None:
+            self._output.append(LeaseLost(tenure.term.epoch, tenure.term.term, reason, False))
         self._stand_soon(now, self._options.patience)
 
     # --- electorates ----------------------------------------------------------------------------------------

@@ -113,11 +113,15 @@ class LeaseHeld:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """This node may sample no more in that term until it hears `LeaseHeld` again."""
+    """This node may sample no more in that term until it hears `LeaseHeld` again.
+
+    ``may_return``: its electors are asked again; if they do not grant it soon, this is said again without.
+    """
 
     epoch: int
     term: int
     reason: str
+    may_return: bool
 
 
 @dataclass(frozen=True, slots=True)

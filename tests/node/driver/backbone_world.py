@@ -288,11 +288,11 @@ class TwinBackbone:
                 await trio.sleep(RENEWAL_S)
                 self.renew()
 
-    def lose(self, reason: str = "lease over") -> None:
-        """The lease has run out."""
+    def lose(self, reason: str = "no quorum", *, may_return: bool = False) -> None:
+        """The lease has run out, for good or until its electors grant it again."""
         self._renewing.cancel()
         self.core.change(lease_until=None, role=Role.ELECTED)
-        self.duty.take_event(LeaseLost(self.term.epoch, self.term.term, reason))
+        self.duty.take_event(LeaseLost(self.term.epoch, self.term.term, reason, may_return))
 
     def depose(self, term: int, number: int = 99) -> None:
         """Another node is the backbone of that term."""

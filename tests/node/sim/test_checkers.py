@@ -105,7 +105,7 @@ def test_two_leases_at_a_time_are_caught_by_each_nodes_own_clock(end: str) -> No
     until = Instant(one.clock.instant(swarm.now) + seconds(2))
     swarm.command(one, Say((LeaseHeld(0, 2, until),)))
     if end == "step down":
-        swarm.command(one, Say((LeaseLost(0, 2, "asked to"),)))
+        swarm.command(one, Say((LeaseLost(0, 2, "asked to", False),)))
     elif end == "crash":
         swarm.crash(one)
     begin = swarm.now + (seconds(2) if end == "lapse" else milliseconds(1990))
