@@ -108,7 +108,8 @@ class ExpertsOnDisk:
 
         assert self._members is not None
         with asking:
-            await self._members.fetch(await trio.to_thread.run_sync(intake.wanted, missing), take)
+            wanted = await trio.to_thread.run_sync(intake.wanted, missing)
+            await self._members.fetch(wanted, take, is_patient=self._model.source is None)
         if asking.cancel_called:
             raise _Unwanted
 

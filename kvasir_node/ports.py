@@ -362,9 +362,12 @@ TakeExperts: TypeAlias = Callable[[ExpertRun, int, bytes, str], Awaitable[tuple[
 class ExpertMembers(Protocol):
     """The other members as a source of experts."""
 
-    async def fetch(self, wanted: Sequence[WantedExpert], take: TakeExperts) -> None:
+    async def fetch(
+        self, wanted: Sequence[WantedExpert], take: TakeExperts, *, is_patient: bool = True
+    ) -> None:
         """Have what they give of these taken in; returns, in bounded time after the last byte, when nobody
-        is left to be asked. Raises what ``take`` raises.
+        is left to be asked. Who has somebody else to ask after them ``is_patient`` with nobody slow. Raises
+        what ``take`` raises.
         """
 
 

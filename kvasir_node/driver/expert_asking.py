@@ -39,6 +39,8 @@ log = get_logger()
 
 ANSWER_TIMEOUT_S: Final = 20.0
 """For one answer of 1 MiB at most: whoever gives less than 50 KiB a second is passed over for others."""
+HURRIED_ANSWER_TIMEOUT_S: Final = 4.0
+"""The same where there is an address too, which may give more than the 256 KiB a second of such a member."""
 
 
 class Givers(NamedTuple):
@@ -86,18 +88,18 @@ class ExpertAsker:
         self._now = now
         self._passed_over = PassedOver()
 
-    async def fetch(self, wanted: Sequence[WantedExpert], take: TakeExperts) -> None:
-        """Have what members give of these taken in; returns when nobody is left to be asked.
-
-        Raises what ``take`` raises.
-        """
+    async def fetch(
+        self, wanted: Sequence[WantedExpert], take: TakeExperts, *, is_patient: bool = True
+    ) -> None:
+        """See `ports.ExpertMembers`."""
+        timeout_s = ANSWER_TIMEOUT_S if is_patient else HURRIED_ANSWER_TIMEOUT_S
         sources = ExpertSources(wanted, self._host.node_id, self._passed_over)
         n_asked = 0
         ended = trio.Event()
 
         async def ask(node_id: NodeId, run: ExpertRun) -> None:
             nonlocal n_asked
-            asked = await self._ask(node_id, run, take)
+            asked = await self._ask(node_id, run, take, timeout_s)
             self._judge(node_id, run, asked)
             again = [replace(each, begun_bytes=0) for each in asked.damaged]
             left = (*rest_of(run, asked.came_bytes), *again)
@@ -129,13 +131,13 @@ class ExpertAsker:
         elif asked.came_bytes and not asked.damaged:
             self._passed_over.note_given(node_id)
 
-    async def _ask(self, node_id: NodeId, run: ExpertRun, take: TakeExperts) -> _Asked:
+    async def _ask(self, node_id: NodeId, run: ExpertRun, take: TakeExperts, timeout_s: float) -> _Asked:
         asked = _Asked()
         try:
             await self._reach(node_id)
             stream = await self._host.open_stream(node_id, EXPERTS_PROTOCOL)
             try:
-                await self._ask_on(node_id, stream, run, take, asked)
+                await self._ask_on(node_id, stream, run, take, timeout_s, asked)
             finally:
                 await stream.close()
         except _Refused as refused:
@@ -149,7 +151,13 @@ class ExpertAsker:
         return asked
 
     async def _ask_on(
-        self, node_id: NodeId, stream: ControlStream, run: ExpertRun, take: TakeExperts, asked: _Asked
+        self,
+        node_id: NodeId,
+        stream: ControlStream,
+        run: ExpertRun,
+        take: TakeExperts,
+        timeout_s: float,
+        asked: _Asked,
     ) -> None:
         first, begun_bytes = run.experts[0], run.experts[0].begun_bytes
         wanted_bytes = run.size_bytes - begun_bytes
@@ -160,7 +168,7 @@ class ExpertAsker:
             )
             data = bytearray()
             try:
-                with trio.fail_after(ANSWER_TIMEOUT_S):
+                with trio.fail_after(timeout_s):
                     await stream.send(encode(request))
                     left_bytes = min(ANSWER_SIZE_BYTES_MAX, wanted_bytes - asked.came_bytes)
                     await _hear_answer(stream, left_bytes, data)

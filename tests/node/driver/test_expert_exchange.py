@@ -134,10 +134,10 @@ class Case:
         else:
             self.others.append(node_id)
 
-    async def fetch(self) -> float:
+    async def fetch(self, **options: bool) -> float:
         """Fetch what is missing; how many seconds that took."""
         begin = trio.current_time()
-        await self.asker.fetch(self.intake.wanted(), self.intake.take)
+        await self.asker.fetch(self.intake.wanted(), self.intake.take, **options)
         return trio.current_time() - begin
 
     def check_whole(self) -> None:
@@ -184,6 +184,15 @@ async def test_who_is_too_slow_is_passed_over_and_what_came_of_it_is_kept(
     case.check_whole()
     assert case.n_streams[A] == 1, "it is not asked again so soon"
     assert case.intake.came[f"node {A}"] + case.intake.came[f"node {B}"] == len(TRUE), "at the byte"
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+async def test_who_has_an_address_to_ask_waits_less_for_members(
+    autojump_clock: MockClock, case: Case, is_patient: bool
+) -> None:
+    giver = case.give(A, Shelf(), rate=100_000)  # 1 MiB in 10 s
+    await case.fetch(is_patient=is_patient)
+    assert (giver.given_bytes == len(TRUE)) == is_patient
 
 
 async def test_damaged_experts_are_fetched_from_others_and_who_gave_them_is_left_alone(
