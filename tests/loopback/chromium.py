@@ -133,8 +133,7 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self._call(f"{domain}.enable")
         await self.resize(width, height)
-        features = [{"name": name, "value": value} for name, value in media.items()]
-        await self._call("Emulation.setEmulatedMedia", features=features)
+        await self.emulate(media)
 
     async def close(self) -> None:
         """Let go of it."""
@@ -150,6 +149,11 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
+
+    async def emulate(self, media: Mapping[str, str]) -> None:
+        """Have CSS find these features."""
+        features = [{"name": name, "value": value} for name, value in media.items()]
+        await self._call("Emulation.setEmulatedMedia", features=features)
 
     async def before_load(self, script: str) -> None:
         """Run a script in each page that is loaded from now on, before its own."""
