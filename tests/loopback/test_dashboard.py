@@ -294,6 +294,9 @@ async def test_a_members_word_and_reason_are_those_of_the_status_command(chromiu
             each = by_id[name]
             assert (word, level) == (word_of(each), colours[_STYLES.get(word, "")])
             assert why == ("" if level == "is-well" else reason_of(each))
+        times = [row[7] for row in (await rows_of(page, "member-rows"))[1:]]
+        is_gone = [by_id[name]["state"] in ("dead", "left") for name, *_ in read]
+        assert [time == "unknown" for time in times] == is_gone, "what it was is of no use"
 
 
 async def test_what_others_say_is_text_and_never_html(chromium: Chromium) -> None:

@@ -251,11 +251,31 @@ def test_the_client_on_real_daemons(serving: tuple[Daemon, str, str]) -> None:
     assert elsewhere.completions.create(**greedy).choices[0].text == text
     assert streamed(elsewhere.completions.create(**greedy, stream=True))[0] == text
 
+    # What the dashboard shows is what the command `status` says, but for an engine's counters.
+    said, shown = founder.status(), httpx.get(f"{address}/status", timeout=60).json()
+    assert said is not None
+    assert shown["gateway"] == {
+        "model": name,
+        "has_chat_template": True,
+        "obstacle": "",
+        "answers_now": 0,
+        "generated_tokens_total": shown["gateway"]["generated_tokens_total"],
+    }
+    assert shown["gateway"]["generated_tokens_total"] > 12
+    assert set(shown["status"]) == set(said)
+    for field in ("node_id", "state", "swarm", "backbone", "term", "ranks", "plan", "model"):
+        assert shown["status"][field] == said[field], field
+    assert [each["ranks"] for each in shown["status"]["members"]] == [["output", "bulk"]]
+    assert [each["n_missing"] for each in shown["status"]["plan"]["coverage"]["layers"]] == [0] * 6
+    assert "<title>Kvasir</title>" in httpx.get(address, timeout=60).text
+
     # Streams that are cut by a daemon that stops end, each with the reason.
     begun = threading.Barrier(5, timeout=60)
 
     def read_on(_: int) -> str:
+        # Without the token that would end it: the daemon is to be the first to stop.
         options: dict[str, Any] = {"max_tokens": 100, "temperature": 1.5, "stream": True}
+        options["logit_bias"] = {"0": -100}
         events = iter(client.completions.create(**greedy | options))
         next(events)
         begun.wait()
