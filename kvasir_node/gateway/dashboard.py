@@ -22,7 +22,7 @@ from kvasir_node.gateway.ports import Standing, Swarm
 
 DASHBOARD_SCHEMA_VERSION: Final = 1
 MEMBERS_MAX: Final = 400
-"""Members in one document; each takes about 900 bytes, and a phone may ask for them."""
+"""Members in one document; each takes about 650 bytes, and a phone may ask for them."""
 MISSING_RANGES_MAX: Final = 64
 KEPT_S: Final = 1.0
 """How long a document is as good as new: however many ask, it is made this often."""
