@@ -79,6 +79,12 @@ class Setting:
     purpose: str
 
 
+class _Typed(str):
+    """What a variable or a flag says: a number or a truth too can stand there only as text."""
+
+    __slots__ = ()
+
+
 class _Refused(Exception):
     """A value is not acceptable; the message finishes the sentence '... must be'."""
 
@@ -94,7 +100,7 @@ def _choice(*allowed: str) -> Callable[[object], str]:
 
 def _integer(low: int, high: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
-        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value, re.ASCII):
+        if isinstance(value, _Typed) and re.fullmatch(r"[0-9]{1,18}", value, re.ASCII):
             value = int(value)
         # bool is an int to Python, but `threads = true` is a mistake.
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -172,7 +178,7 @@ def _origins(value: object) -> tuple[str, ...]:
 
 def _truth(value: object) -> bool:
     truths = {True: True, False: False, "true": True, "false": False}
-    if not isinstance(value, bool | str) or value not in truths:
+    if not isinstance(value, bool | _Typed) or value not in truths:
         raise _Refused("true or false")
     return truths[value]
 
@@ -180,13 +186,13 @@ def _truth(value: object) -> bool:
 def _name(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise _Refused("the name of a model, or the first digits of its digest")
-    return value
+    return str(value)
 
 
 def _device(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[^\s,]{1,64}", value):
         raise _Refused("none, auto, or the name of one device that 'kvasir-node doctor' lists")
-    return value
+    return str(value)
 
 
 def _part_of_name(value: object) -> str:
@@ -382,10 +388,11 @@ def load_configuration(
         found[key] = (value, Origin("file", str(file)))
     for variable, text in sorted(environment.items()):
         if variable.startswith(_ENVIRONMENT_PREFIX) and variable not in _NOT_KEYS:
-            found[_key_of_variable(variable)] = (text, Origin("environment", variable))
+            found[_key_of_variable(variable)] = (_Typed(text), Origin("environment", variable))
     for key, value in (flags or {}).items():
         if value is not None:
-            found[key] = (value, Origin("flag", flag_of(key)))
+            typed = _Typed(value) if isinstance(value, str) else value
+            found[key] = (typed, Origin("flag", flag_of(key)))
 
     keys = _keys()
     values: dict[str, Any] = {}

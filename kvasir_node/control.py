@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ import trio
 from kvasir_node.home_lock import holder_of, is_locked
 from kvasir_node.locations import Locations
 from kvasir_node.nurseries import open_unwrapping_nursery
+from kvasir_node.small_file import read_small_file
 from kvasir_node.telemetry import get_logger
 from kvasir_proto.codec import decode, encode
 from kvasir_proto.errors import (
@@ -72,15 +73,20 @@ SEND_TIMEOUT_S: Final = 60.0
 SILENCE_S: Final = 15.0
 """After so long without a word of a session the daemon is asked on another connection whether it is there."""
 
-CONNECT_TIMEOUT_S: Final = 3.0
+CONNECT_TIMEOUT_S: Final = 10.0
 """How long a daemon whose queue of callers is full is tried again."""
 _CONNECT_POLL_S: Final = 0.1
 
-CONNECTIONS_MAX: Final = 32
-"""Connections served at one time; one more is refused at once."""
+LONG_REQUESTS_MAX: Final = 32
+"""Sessions and evaluations at one time; one more is refused at once."""
 
-BUSY: Final = f"the daemon is busy: {CONNECTIONS_MAX} requests are being answered already"
+CONNECTIONS_MAX: Final = LONG_REQUESTS_MAX + 32
+"""Connections served at one time; one more is refused at once. So no session keeps `status` or `stop` out."""
+
+_CALLERS_WAITING_MAX: Final = 128
+"""Callers that the system lets wait while the daemon has no time to take them."""
 _READ_BYTES: Final = 64 * 1024
+_PROCESS_STATE_SIZE_MAX: Final = 4096
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -187,7 +193,8 @@ class ControlServer:
     def __init__(self, path: Path, operator: Operator) -> None:
         self._path = path
         self._operator = operator
-        self._slots = trio.CapacityLimiter(CONNECTIONS_MAX)
+        self._connections = trio.CapacityLimiter(CONNECTIONS_MAX)
+        self._long_requests = trio.CapacityLimiter(LONG_REQUESTS_MAX)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. The home's lock guarantees that no other daemon uses the path.
@@ -204,7 +211,7 @@ class ControlServer:
                 raise ConfigurationInvalid(
                     f"the control socket {self._path} cannot be made: {error.strerror or error}"
                 ) from error
-            listener.listen(CONNECTIONS_MAX)
+            listener.listen(_CALLERS_WAITING_MAX)
             task_status.started()
             try:
                 await trio.serve_listeners(self._serve, [trio.SocketListener(listener)])
@@ -226,13 +233,8 @@ class ControlServer:
     async def _answer_within_bounds(self, connection: LocalConnection) -> None:
         """Answer one request; nothing that comes of it may raise here, where it would end the daemon."""
         try:
-            self._slots.acquire_on_behalf_of_nowait(connection)
-        except trio.WouldBlock:
-            log.warning("control_refused", reason="too many connections")
-            await connection.send(Refusal("busy", BUSY))
-            return
-        try:
-            await self._answer(connection)
+            with _one_of(self._connections, connection):
+                await self._answer(connection)
         except NotRunning:
             raise
         except KvasirError as error:
@@ -244,8 +246,6 @@ class ControlServer:
         except Exception as error:
             log.exception("control_request_crashed")
             await connection.send(Refusal("internal", as_sentence(f"{type(error).__name__}: {error}")))
-        finally:
-            self._slots.release_on_behalf_of(connection)
 
     async def _answer(self, connection: LocalConnection) -> None:
         with trio.move_on_after(REQUEST_TIMEOUT_S) as waiting:
@@ -257,9 +257,11 @@ class ControlServer:
                 await connection.send(StatusReply(await self._operator.status_document()))
             case GenerateRequest():
                 emit = connection.send
-                await self._while_connected(connection, lambda: self._operator.generate(request, emit))
+                with _one_of(self._long_requests, connection):
+                    await self._while_connected(connection, lambda: self._operator.generate(request, emit))
             case EvaluateRequest():
-                await self._while_connected(connection, lambda: self._operator.evaluate(request))
+                with _one_of(self._long_requests, connection):
+                    await self._while_connected(connection, lambda: self._operator.evaluate(request))
             case PingRequest():
                 await self._while_connected(connection, lambda: self._operator.ping(request))
             case InviteRequest():
@@ -290,6 +292,29 @@ class ControlServer:
             nursery.cancel_scope.cancel()
 
 
+class _Busy(KvasirError):
+    """No place is free. Whoever is refused may ask again."""
+
+
+@contextlib.contextmanager
+def _one_of(places: trio.CapacityLimiter, connection: LocalConnection) -> Iterator[None]:
+    """A place for this connection. Raises `_Busy` at once where all are taken."""
+    try:
+        places.acquire_on_behalf_of_nowait(connection)
+    except trio.WouldBlock:
+        log.warning("control_refused", reason="too many requests", places=places.total_tokens)
+        raise _Busy(busy_sentence(int(places.total_tokens))) from None
+    try:
+        yield
+    finally:
+        places.release_on_behalf_of(connection)
+
+
+def busy_sentence(n_requests: int) -> str:
+    """What is said to one more than these."""
+    return f"the daemon is busy: {n_requests} requests are being answered already"
+
+
 def _credentials_of(connection: trio.socket.SocketType) -> bytes:
     """The kernel's word on who is at the other end."""
     return connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
@@ -303,10 +328,11 @@ async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]
     """
 
     async def check_alive() -> None:
-        try:
-            await request_status(locations)
-        except EngineFailed:
-            raise _mute(locations) from None
+        async with await _connected(locations) as stream:
+            with trio.move_on_after(REQUEST_TIMEOUT_S):
+                await LocalConnection(stream).ask(StatusRequest())
+                return  # whatever it says, a refusal for instance
+        raise _mute(locations)
 
     async with await _connected(locations) as stream:
         yield LocalConnection(stream, check_alive)
@@ -315,10 +341,24 @@ async def connect_daemon(locations: Locations) -> AsyncIterator[LocalConnection]
 def _mute(locations: Locations) -> DaemonUnreachable:
     """The error for a daemon that is there and says nothing."""
     holder = holder_of(locations.lock_file)
+    if holder is not None and _is_stopped(holder):
+        return DaemonUnreachable(
+            f"a daemon runs in this home (process {holder}) and is stopped: 'kill -CONT {holder}' continues "
+            "it"
+        )
     return DaemonUnreachable(
-        f"a daemon runs in this home (process {holder}) and answers nobody: it is stopped or hangs; "
-        f"'kill -CONT {holder}' continues a stopped one, 'kill -KILL {holder}' ends it"
+        f"a daemon runs in this home (process {holder}) and has not answered yet: it is busy, or hangs; try "
+        f"again, and where that does not help for minutes, 'kill {holder}' asks it to end"
     )
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a signal, or a debugger, has stopped it; False also where the system does not tell."""
+    try:
+        told = read_small_file(Path(f"/proc/{process}/stat"), _PROCESS_STATE_SIZE_MAX)
+    except OSError:
+        return False
+    return told.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
 
 
 async def _connected(locations: Locations) -> trio.SocketStream:

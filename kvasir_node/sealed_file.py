@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-_MARK: Final = b"kvslot1\n"
-"""No message begins like this: a file without it is one that builds before checksums wrote."""
+_MARK: Final = b"kvslot2\n"
+_MARK_OF_EARLIER_BUILDS: Final = b"kvslot1\n"
+"""Of builds whose slots said neither whose they are nor which others had been saved."""
 _DIGEST_BYTES: Final = 32
 SEAL_BYTES: Final = len(_MARK) + _DIGEST_BYTES
 
@@ -22,15 +23,14 @@ def seal(name: str, data: bytes) -> bytes:
     return _MARK + _checksum(name, data) + data
 
 
-def is_sealed(file: bytes) -> bool:
-    """Whether the file begins as a sealed one does; else it is what earlier builds wrote, or damaged."""
-    return file.startswith(_MARK)
-
-
 def unseal(name: str, file: bytes) -> bytes:
-    """The content of a sealed file. Raises `ValueError` where that is not what was sealed under this name."""
+    """The content of a sealed file. Raises `ValueError`, in words, where this name did not seal it."""
+    if not file:
+        raise ValueError("it is empty")
+    if file.startswith(_MARK_OF_EARLIER_BUILDS):
+        raise ValueError("a build before this one wrote it")
     checksum, data = file[len(_MARK) : SEAL_BYTES], file[SEAL_BYTES:]
-    if not is_sealed(file) or checksum != _checksum(name, data):
+    if not file.startswith(_MARK) or checksum != _checksum(name, data):
         raise ValueError("its checksum does not fit its content")
     return data
 

@@ -4,20 +4,25 @@ Every file appears whole or not at all and survives a power cut once written: a 
 forgotten is worth nothing. Files that hold keys or secrets can be read by this user only. What is written
 raises `DiskFull` when there is no room, `ConfigurationInvalid` when it may not be written; what was there
 before is kept then. What a slot holds is its core's affair; nothing here decides who may be backbone.
+
+The first time that a slot with a promise is saved, `slots-owner` notes it, after the slot and before anybody
+is told: a power cut between the two leaves a slot more than was noted, which is taken, and never one less.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvasir_node.durable_file import durable_file, remove_leftovers, unwritable
-from kvasir_node.sealed_file import is_sealed, seal, unseal
+from kvasir_node.sealed_file import seal, unseal
+from kvasir_node.slot_saves import SLOTS, SavedSlot, last_saves, pack, unpack, whose
 from kvasir_node.small_file import read_small_file
 from kvasir_proto.admission import Invite, parse_invite
 from kvasir_proto.effects import Slot
@@ -45,16 +50,21 @@ _BOOTSTRAP: Final = "bootstrap"
 _RECOVERY_KEY: Final = "recovery-key"
 _GENERATION: Final = "engine-generation"
 _OWNER: Final = "slots-owner"
-"""Whose the slots are: a swarm's digest and a node id. What was promised there and so counts nowhere else."""
+"""Whose the slots are, and which have been saved: what was promised there and so counts nowhere else."""
+_OWNER_OF_EARLIER_BUILDS: Final = re.compile(rb"[0-9a-f]{64} [0-9A-Za-z]+\n")
 _OF_EARLIER_BUILDS: Final = "term-proof"
 """A file that only builds without elections wrote."""
-_SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
-_REMEDIES: Final[dict[Slot, str]] = {
-    "plan": "; remove it: the swarm tells it again",
-    "records": "; remove it: the swarm tells it again",
-    "verdicts": "; remove it: what is wrong with a node is found again",
+_RETOLD: Final[dict[Slot, str]] = {
+    "plan": "remove it: the swarm tells it again",
+    "records": "remove it: the swarm tells it again",
+    "verdicts": "remove it: what is wrong with a node is found again",
 }
-"""What may be lost; of the other slots some hold a vote or a fence, which must never be forgotten."""
+"""What may be lost, and why; of other slots some hold a vote or a fence, which must never be forgotten."""
+_PROMISE_LOST: Final = (
+    "put it back as it was last, not an older copy; where there is none, enter or found a swarm in a new "
+    "--home, as a new node (going on without it forgets what this node promised, and two backbones could "
+    "serve)"
+)
 _FILE_SIZE_MAX: Final = 4 << 20
 """Bytes of the largest slot: all that was ever revoked in a swarm."""
 
@@ -66,11 +76,22 @@ class KnownSwarm(NamedTuple):
     signed_manifest: bytes
 
 
+class _Owner(NamedTuple):
+    """What `slots-owner` says. `saved`: the names of the files that must be here."""
+
+    swarm: SwarmDigest
+    node_id: NodeId
+    saved: frozenset[str]
+
+
 class SwarmFiles:
     """The swarm's files in one directory, which only this user can read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._saving = threading.Lock()
+        self._last_saves: dict[Slot, int] | None = None
+        """The number of each slot's last save, once this object has looked."""
 
     def check_undamaged(self) -> None:
         """Read every file that a daemon will need, so that damage ends its start and not each later attempt.
@@ -82,21 +103,30 @@ class SwarmFiles:
                 f"{self._directory} was made by a build without elections: found or join a swarm in a "
                 "new --home"
             )
-        self._load_generation()
-        self.load_swarm()
         self._load_owner()
-        self.load_invite()
+        self._load_generation()
+        known, invite = self.load_swarm(), self.load_invite()
+        if known is not None and invite is not None and invite.swarm != known.swarm.digest:
+            raise ConfigurationInvalid(
+                f"{self._directory / _INVITE} is for another swarm than {known.swarm.digest.hex()[:12]}, "
+                "which this home belongs to: remove it, and enter the other swarm with another --home"
+            )
         self.load_bootstrap()
         for slot, data in self.load_slots().items():
             try:
                 check_readable(slot, data)
             except RemoteProtocolError as error:
-                raise self.slot_damaged(slot, str(error)) from error
+                reason = f"it has nothing that this build can read ({error})"
+                raise self.slot_damaged(slot, reason) from error
 
     def slot_damaged(self, slot: Slot, reason: str) -> ConfigurationInvalid:
-        """The error, with the path, for a slot that does not hold what a core persisted, for ``reason``."""
-        path = self._directory / _name_of(slot)
-        return ConfigurationInvalid(f"{path} is damaged: {reason}{_REMEDIES.get(slot, '')}")
+        """The error, with path and remedy, for a slot without what a core persisted, for ``reason``."""
+        return self._unusable(_name_of(slot), f"is damaged: {reason}")
+
+    def _unusable(self, name: str, what: str) -> ConfigurationInvalid:
+        """The error for a file with what this node remembers; ``what`` follows its path."""
+        remedies = {_name_of(slot): remedy for slot, remedy in _RETOLD.items()}
+        return ConfigurationInvalid(f"{self._directory / name} {what}; {remedies.get(name, _PROMISE_LOST)}")
 
     @property
     def recovery_key_file(self) -> Path:
@@ -162,6 +192,12 @@ class SwarmFiles:
                 f"this home belongs to swarm {known.swarm.digest.hex()[:12]} already ({self._directory}): "
                 "found another one in another --home"
             )
+        for name in (_INVITE, _BOOTSTRAP):
+            if self._exists(name):
+                raise ConfigurationInvalid(
+                    f"this home was told to enter a swarm ({self._directory / name}): found another one in "
+                    "another --home, or remove that file"
+                )
         if self.has_slots():
             raise ConfigurationInvalid(
                 f"{self._directory} has votes and fences of a swarm whose {_MANIFEST} is missing: put back a "
@@ -173,23 +209,19 @@ class SwarmFiles:
         return any(self._slots_here())
 
     def _slots_here(self) -> list[Slot]:
-        return [slot for slot in _SLOTS if self._exists(_name_of(slot))]
+        return [slot for slot in SLOTS if self._exists(_name_of(slot))]
 
     def claim_slots(self, swarm: SwarmDigest, node_id: NodeId) -> None:
         """Have the slots belong to this node in this swarm; to be called before they are used.
-
-        Those that earlier builds wrote get their checksums.
 
         Raises `ConfigurationInvalid` where they are another's: a node that took over votes and fences that it
         never gave would neither keep those promises nor its own.
         """
         self.require_owner(swarm, node_id)
-        if self._load_owner() is None:
-            self._write(_OWNER, f"{swarm.hex()} {node_id}\n".encode())
-        for slot in self._slots_here():
-            file = self._read(_name_of(slot))
-            if not is_sealed(file):
-                self.save_slot(slot, file)
+        with self._saving:
+            owner = self._load_owner()
+            promises_here = self._load_slots(owner).keys() - _RETOLD.keys()
+            self._note_saved(owner or _Owner(swarm, node_id, frozenset()), map(_name_of, promises_here))
 
     def require_owner(self, swarm: SwarmDigest, node_id: NodeId | None) -> None:
         """Raise `ConfigurationInvalid` where the slots are of another swarm, or of another node than this."""
@@ -197,24 +229,38 @@ class SwarmFiles:
         if owner is None:
             return
         away = f"or move the files slot-* and {_OWNER} out of {self._directory}"
-        if node_id is not None and owner[1] != node_id:
+        if node_id is not None and owner.node_id != node_id:
             raise ConfigurationInvalid(
-                f"what {self._directory} remembers is node {owner[1]}'s, and the identity of this home is "
-                f"{node_id}: put back the identity, {away} to be a new node"
+                f"what {self._directory} remembers is node {owner.node_id}'s, and the identity of this home "
+                f"is {node_id}: put back the identity, {away} to be a new node"
             )
-        if owner[0] != swarm:
+        if owner.swarm != swarm:
             raise ConfigurationInvalid(
-                f"what {self._directory} remembers is of swarm {owner[0].hex()[:12]}, and this is swarm "
+                f"what {self._directory} remembers is of swarm {owner.swarm.hex()[:12]}, and this is swarm "
                 f"{swarm.hex()[:12]}: use another --home, {away} to forget the other swarm"
             )
 
-    def _load_owner(self) -> tuple[SwarmDigest, NodeId] | None:
+    def _load_owner(self) -> _Owner | None:
         if not self._exists(_OWNER):
             return None
-        digest, _, node_id = self._read(_OWNER).decode("ascii", "replace").strip().partition(" ")
-        if not re.fullmatch("[0-9a-f]{64}", digest) or not is_node_id(node_id):
-            raise ConfigurationInvalid(f"{self._directory / _OWNER} is damaged: put back a copy of it")
-        return SwarmDigest(bytes.fromhex(digest)), NodeId(node_id)
+        file = self._read(_OWNER)
+        if _OWNER_OF_EARLIER_BUILDS.fullmatch(file):
+            raise ConfigurationInvalid(
+                f"{self._directory} is of a build before this one, and cannot be gone on with: enter or "
+                "found a swarm in a new --home"
+            )
+        try:
+            digest, node_id, *saved = unseal(_OWNER, file).decode("ascii").split()
+            return _Owner(SwarmDigest(bytes.fromhex(digest)), NodeId(node_id), frozenset(saved))
+        except ValueError as error:
+            raise self._unusable(_OWNER, f"is damaged: {error}") from error
+
+    def _note_saved(self, owner: _Owner, names: Iterable[str]) -> None:
+        """Have these files be missed from now on. To be called when they are there, and before it is said."""
+        saved = owner.saved.union(names)
+        if saved != owner.saved or not self._exists(_OWNER):
+            text = " ".join((owner.swarm.hex(), owner.node_id, *sorted(saved)))
+            self._write(_OWNER, seal(_OWNER, text.encode("ascii")))
 
     def load_swarm(self) -> KnownSwarm | None:
         """The swarm of this home, or None. Raises `ConfigurationInvalid` when its manifest is damaged."""
@@ -279,45 +325,84 @@ class SwarmFiles:
     def load_slots(self) -> dict[Slot, bytes]:
         """What the core persisted, by slot.
 
-        Raises `ConfigurationInvalid` for a file that cannot be read, or whose checksum is not its content's.
+        Raises `ConfigurationInvalid` for a file that cannot be read, or whose checksum is not its content's;
+        that is another node's, or of another swarm; for a promise that is missing, or older than another slot
+        has seen it.
         """
-        return {slot: self._load_slot(slot) for slot in self._slots_here()}
+        return {slot: saved.data for slot, saved in self._load_slots(self._load_owner()).items()}
 
-    def _load_slot(self, slot: Slot) -> bytes:
-        file = self._read(_name_of(slot))
-        if not is_sealed(file):
-            return file  # an earlier build's, or damaged, and then no message any more
+    def _load_slots(self, owner: _Owner | None) -> dict[Slot, SavedSlot]:
+        here = self._slots_here()
+        if owner is None:
+            if here:
+                raise self._unusable(_OWNER, "is missing")
+            return {}
+        slots = {slot: self._load_slot(slot, whose(owner.swarm, owner.node_id)) for slot in here}
+        last = last_saves(slots.values())
+        for slot in SLOTS:
+            if slot in _RETOLD:
+                continue
+            name = _name_of(slot)
+            if slot not in slots and (last[slot] or name in owner.saved):
+                raise self._unusable(name, "is missing")
+            if slot in slots and slots[slot].numbers[slot] < last[slot]:
+                raise self._unusable(name, "is an older copy: other slots were saved after a newer one")
+        self._last_saves = last
+        return slots
+
+    def _load_slot(self, slot: Slot, owner: bytes) -> SavedSlot:
         try:
-            return unseal(slot, file)
+            saved = unpack(unseal(slot, self._read(_name_of(slot))))
         except ValueError as error:
             raise self.slot_damaged(slot, str(error)) from error
+        if saved.whose != owner:
+            raise self._unusable(_name_of(slot), "is another node's, or of another swarm")
+        return saved
 
     def remove_leftovers(self) -> None:
         """Remove what writers that were killed have left half written here."""
         remove_leftovers(self._directory)
 
     def save_slot(self, slot: Slot, data: bytes) -> None:
-        """Make this the whole content of a slot; returns when it would survive a power cut."""
-        self._write(_name_of(slot), seal(slot, data))
+        """Make this the whole content of a slot; returns when it would survive a power cut.
+
+        Raises `ConfigurationInvalid` also where nobody has claimed the slots.
+        """
+        name = _name_of(slot)
+        with self._saving:
+            owner = self._load_owner()
+            if owner is None:
+                raise self._unusable(_OWNER, "is missing")
+            if self._last_saves is None:
+                self._load_slots(owner)
+            assert self._last_saves is not None
+            numbers = self._last_saves | {slot: max(self._last_saves.values()) + 1}
+            self._write(name, seal(slot, pack(SavedSlot(whose(owner.swarm, owner.node_id), numbers, data))))
+            self._last_saves = numbers
+            if slot not in _RETOLD:
+                self._note_saved(owner, [name])
 
     def next_generation(self) -> int:
         """A number for the next engine, higher than any before on this home."""
-        generation = self._load_generation() + 1
-        self._write(_GENERATION, seal(_GENERATION, str(generation).encode()))
-        return generation
+        with self._saving:
+            owner, generation = self._load_owner(), self._load_generation() + 1
+            self._write(_GENERATION, seal(_GENERATION, str(generation).encode()))
+            if owner is not None:
+                self._note_saved(owner, [_GENERATION])
+            return generation
 
     def _load_generation(self) -> int:
-        path = self._directory / _GENERATION
         if not self._exists(_GENERATION):
+            owner = self._load_owner()
+            if owner is not None and _GENERATION in owner.saved:
+                raise self._unusable(_GENERATION, "is missing")
             return 0
-        text = self._read(_GENERATION)
-        if is_sealed(text):  # else an earlier build's, or damaged, and then no count any more
-            try:
-                text = unseal(_GENERATION, text)
-            except ValueError as error:
-                raise ConfigurationInvalid(f"{path} is damaged: {error}") from error
+        try:
+            text = unseal(_GENERATION, self._read(_GENERATION))
+        except ValueError as error:
+            raise self._unusable(_GENERATION, f"is damaged: {error}") from error
         if not text.isdigit() or len(text) > 19 or int(text) >= INT63_MAX:
-            raise ConfigurationInvalid(f"{path} is damaged: it is not a count")
+            raise self._unusable(_GENERATION, "is damaged: it is not a count")
         return int(text)
 
     def _exists(self, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,10 +17,11 @@ from trio.testing import MockClock
 
 from kvasir_node import control
 from kvasir_node.control import (
-    BUSY,
     CONNECTIONS_MAX,
+    LONG_REQUESTS_MAX,
     ControlServer,
     LocalConnection,
+    busy_sentence,
     collect_text,
     connect_daemon,
     request_invite,
@@ -291,7 +293,7 @@ async def test_a_daemon_whose_socket_was_removed_is_told_from_one_that_does_not_
 async def test_a_daemon_that_takes_no_more_callers_is_told_from_one_that_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that was stopped or hangs: its queue is full, and Linux lets no further caller wait."""
+    """As one that is busy, or hangs: its queue is full, and Linux lets no further caller wait."""
     monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 0.3)
     here = home_of(tmp_path / "control.sock")
     with contextlib.ExitStack() as stack:
@@ -302,8 +304,37 @@ async def test_a_daemon_that_takes_no_more_callers_is_told_from_one_that_does_no
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(here.control_socket))
         stack.enter_context(HomeLock(here.lock_file))
         for ask in (request_status(here), request_stop(here, 5.0)):
-            with pytest.raises(DaemonUnreachable, match=f"process {os.getpid()}.*stopped or hangs"):
+            with pytest.raises(
+                DaemonUnreachable, match=f"process {os.getpid()}.*it is busy, or hangs; try again"
+            ):
                 await ask
+
+
+async def test_only_a_daemon_that_is_stopped_is_called_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy one was, with the advice to kill it."""
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control, "SILENCE_S", 0.02)
+    here = home_of(tmp_path / "control.sock")
+    async with trio.open_nursery() as nursery:
+        process = await nursery.start(trio.run_process, ["sleep", "60"])
+        monkeypatch.setattr(control, "holder_of", lambda _path: process.pid)
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.bind(str(here.control_socket))
+            deaf.listen(8)
+            for number, said in (
+                (signal.SIGSTOP, f"is stopped: 'kill -CONT {process.pid}' continues it"),
+                (signal.SIGCONT, f"busy, or hangs; try again, .* 'kill {process.pid}' asks it to end"),
+            ):
+                process.send_signal(number)
+                seen = os.WSTOPPED | os.WCONTINUED
+                await trio.to_thread.run_sync(os.waitid, os.P_PID, process.pid, seen)
+                async with connect_daemon(here) as connection:
+                    with pytest.raises(DaemonUnreachable, match=said) as caught:
+                        await collect_text(connection, ask_for_text(), None)
+                assert "KILL" not in str(caught.value)
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_place_where_no_socket_can_be_made_is_a_sentence(tmp_path: Path) -> None:
@@ -352,20 +383,26 @@ async def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             assert await converse(path, StatusRequest()) == []
 
 
-async def test_one_connection_too_many_is_refused_at_once_and_the_next_is_served(tmp_path: Path) -> None:
+async def test_sessions_leave_room_for_short_questions_and_one_session_too_many_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    """Seventy callers of `generate` kept `status` and `stop` out."""
     async with serving(tmp_path) as (daemon, path):
         daemon.endless = True
         async with contextlib.AsyncExitStack() as stack:
-            for _ in range(CONNECTIONS_MAX):
+            for _ in range(LONG_REQUESTS_MAX):
                 connection = await stack.enter_async_context(connect_daemon(home_of(path)))
                 await connection.send(ask_for_text(1))
                 assert isinstance(await connection.receive(), TokenEvent)
-            heard = await converse(path, StatusRequest())
-            assert [each.code for each in heard if isinstance(each, Refusal)] == ["busy"]
-            with pytest.raises(EngineFailed, match="32 requests are being answered"):
-                await request_status(home_of(path))
+            for request in (ask_for_text(1), EvaluateRequest((1,), (1,), "/x"), ask_for_text(1)):
+                assert await converse(path, request) == [Refusal("busy", busy_sentence(LONG_REQUESTS_MAX))]
+            assert await request_status(home_of(path)) == await daemon.status_document()
+            async with connect_daemon(home_of(path)) as asking:
+                assert await asking.ask(StopRequest()) == StopReply()
         await daemon.cancelled.wait()
-        await wait_free(path)
+        daemon.endless = False
+        while isinstance((await converse(path, ask_for_text(1)))[0], Refusal):
+            await trio.lowlevel.checkpoint()
 
 
 async def test_a_client_that_goes_away_cancels_its_session(tmp_path: Path) -> None:
@@ -513,7 +550,9 @@ async def test_a_daemon_that_falls_silent_in_a_session_is_asked_whether_it_is_th
         monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
         with HomeLock(home_of(path).lock_file):
             async with connect_daemon(home_of(path)) as connection:
-                with pytest.raises(DaemonUnreachable, match=f"process {os.getpid()}.*stopped or hangs"):
+                with pytest.raises(
+                    DaemonUnreachable, match=f"process {os.getpid()}.*it is busy, or hangs; try again"
+                ):
                     await collect_text(connection, ask_for_text(), None)
         monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", PATIENCE_S)
         monkeypatch.setattr(daemon, "status_document", answer)
@@ -549,20 +588,39 @@ async def test_text_is_put_together_from_pieces_that_cut_letters(tmp_path: Path)
 
 
 async def test_a_daemon_that_is_busy_says_the_same_to_everybody(tmp_path: Path) -> None:
+    busy = f"^{busy_sentence(CONNECTIONS_MAX)}$"
     async with serving(tmp_path) as (_, path), contextlib.AsyncExitStack() as stack:
         for _ in range(CONNECTIONS_MAX):
             await stack.enter_async_context(connect_daemon(home_of(path)))
         refused = await stack.enter_async_context(connect_daemon(home_of(path)))
         # It closes before the request can come, which is what makes sending fail.
         await trio.testing.wait_all_tasks_blocked(0.01)
-        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+        with pytest.raises(EngineFailed, match=busy):
             await collect_text(refused, ask_for_text(), None)
-        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+        with pytest.raises(EngineFailed, match=busy):
             await request_status(home_of(path))
-        with pytest.raises(EngineFailed, match=f"^{BUSY}$"):
+        with pytest.raises(EngineFailed, match=busy):
             await request_stop(home_of(path), PATIENCE_S)
         await stack.aclose()
         await wait_free(path)
+
+
+async def test_a_session_is_not_given_up_because_the_daemon_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks whether it is there and is refused has an answer: it is."""
+    monkeypatch.setattr(control, "SILENCE_S", 0.02)
+    async with serving(tmp_path) as (daemon, path), contextlib.AsyncExitStack() as stack:
+        daemon.endless = True
+        connection = await stack.enter_async_context(connect_daemon(home_of(path)))
+        await connection.send(ask_for_text(1))
+        assert isinstance(await connection.receive(), TokenEvent)
+        for _ in range(CONNECTIONS_MAX - 1):
+            await stack.enter_async_context(connect_daemon(home_of(path)))
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        with trio.move_on_after(0.2) as waiting:
+            await connection.receive()
+        assert waiting.cancelled_caught
 
 
 async def wait_free(path: Path) -> None:

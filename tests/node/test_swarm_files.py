@@ -20,7 +20,7 @@ from kvasir_proto.effects import Slot
 from kvasir_proto.election.elector import StoredPromises
 from kvasir_proto.election.knowledge import StoredElectorates, StoredFence
 from kvasir_proto.errors import ConfigurationInvalid, DiskFull, KvasirError
-from kvasir_proto.ids import SwarmDigest, node_id_of
+from kvasir_proto.ids import NodeId, SwarmDigest, node_id_of
 from kvasir_proto.messages.membership import ReservedIncarnations
 from kvasir_proto.placement.plan import Plan
 from kvasir_proto.records import RecordsKept
@@ -65,6 +65,16 @@ def found(files: SwarmFiles, key: Ed25519PrivateKey) -> KnownSwarm:
     return files.found(key, MODEL_DIGEST, "model")
 
 
+OTHER_SWARM = SwarmDigest(bytes(32))
+OTHER_NODE = node_id_of(bytes(32))
+
+
+def claimed(files: SwarmFiles) -> SwarmFiles:
+    """With slots that some node of some swarm may write."""
+    files.claim_slots(OTHER_SWARM, OTHER_NODE)
+    return files
+
+
 def invite_to(swarm: SwarmDigest) -> str:
     address = f"/ip4/10.0.0.1/tcp/4001/p2p/{node_id_of(bytes(32))}"
     return format_invite(Invite(swarm, bytes(32), node_id_of(bytes(32)), bytes(16), 1, ("bulk",), (address,)))
@@ -81,7 +91,7 @@ def test_what_was_founded_is_loaded_again(files: SwarmFiles, key: Ed25519Private
 def test_every_file_is_readable_by_its_owner_only(
     files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path
 ) -> None:
-    founded = found(files, key)
+    founded = found(claimed(files), key)
     for slot in get_args(Slot):
         files.save_slot(slot, b"kept")
     files.save_invite(invite_to(founded.swarm.digest))
@@ -89,12 +99,8 @@ def test_every_file_is_readable_by_its_owner_only(
     directory = tmp_path / "state"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     names = {each.name: stat.S_IMODE(each.stat().st_mode) for each in directory.iterdir()}
-    assert len(names) == 4 + len(get_args(Slot))
+    assert len(names) == 5 + len(get_args(Slot))
     assert set(names.values()) == {0o600}, names
-
-
-OTHER_SWARM = SwarmDigest(bytes(32))
-OTHER_NODE = node_id_of(bytes(32))
 
 
 def test_slots_are_one_nodes_in_one_swarm(files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path) -> None:
@@ -123,6 +129,7 @@ def test_no_swarm_is_founded_over_what_is_left_of_another(
     files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path
 ) -> None:
     founded = found(files, key)
+    files.claim_slots(founded.swarm.digest, OTHER_NODE)
     files.save_slot("incarnation", KEPT)
     (tmp_path / "state" / "swarm-manifest").unlink()
     before = {each.name: each.read_bytes() for each in (tmp_path / "state").iterdir()}
@@ -206,7 +213,42 @@ def test_an_invite_is_kept_until_another_comes(files: SwarmFiles) -> None:
         assert invite.swarm == bytes([number]) * 32
 
 
+@pytest.mark.parametrize("told", ["invite", "bootstrap"])
+def test_no_swarm_is_founded_in_a_home_that_was_told_to_enter_one(
+    files: SwarmFiles, key: Ed25519PrivateKey, told: str
+) -> None:
+    """Its daemon went to the other swarm's members, and both saw one that answered nothing they asked."""
+    if told == "invite":
+        files.save_invite(invite_to(OTHER_SWARM))
+    else:
+        files.save_bootstrap([f"/ip4/10.0.0.1/tcp/4001/p2p/{OTHER_NODE}"])
+    path = files.recovery_key_file.parent / told
+    with pytest.raises(ConfigurationInvalid, match=f"told to enter a swarm .{path}.: .* or remove that file"):
+        found(files, key)
+    assert not files.recovery_key_file.exists()
+    path.unlink()
+    found(files, key)
+
+
+def test_an_invite_beside_another_swarms_manifest_ends_a_start(
+    files: SwarmFiles, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    """As builds before this one let a home come to have."""
+    files.save_invite(invite_to(OTHER_SWARM))
+    files.check_undamaged()
+    founded = found(SwarmFiles(tmp_path / "other"), key)
+    files.save_swarm(founded.signed_manifest)
+    with pytest.raises(
+        ConfigurationInvalid, match=r"/invite is for another swarm than .*: remove it"
+    ) as caught:
+        files.check_undamaged()
+    assert caught.value.exit_code == 6
+    files.save_invite(invite_to(founded.swarm.digest))
+    files.check_undamaged()
+
+
 def test_slots_are_kept_whole(files: SwarmFiles, tmp_path: Path) -> None:
+    claimed(files)
     for data in (b"one", b"two"):
         files.save_slot("fence", data)
         files.save_slot("election", data * 2)
@@ -242,14 +284,6 @@ def test_every_turned_bit_of_a_generation_is_found(files: SwarmFiles, tmp_path: 
     assert files.next_generation() == 13
 
 
-def test_a_generation_of_an_earlier_build_is_gone_on_from(files: SwarmFiles, tmp_path: Path) -> None:
-    path = tmp_path / "state" / "engine-generation"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"41")
-    assert files.next_generation() == 42
-    assert path.read_bytes() != b"42"
-
-
 def cut(data: bytes) -> bytes:
     return data[:-1]
 
@@ -276,7 +310,7 @@ def test_a_damaged_file_ends_a_start_and_is_named(
     name: str,
     damage: Callable[[bytes], bytes],
 ) -> None:
-    founded = found(files, key)
+    founded = found(claimed(files), key)
     files.next_generation()
     files.save_invite(invite_to(founded.swarm.digest))
     files.save_slot("incarnation", KEPT)
@@ -289,18 +323,214 @@ def test_a_damaged_file_ends_a_start_and_is_named(
     assert path.read_bytes() == damaged
 
 
+PROMISES: tuple[Slot, ...] = ("admission", "election", "electorate", "fence", "incarnation")
+RETOLD = ("plan", "records", "verdicts")
+
+
+def with_every_slot(files: SwarmFiles, rounds: int = 1) -> Path:
+    """The directory of a home whose node promised things: each slot saved, `election` last."""
+    for _ in range(rounds):
+        for slot, data in sorted(contents().items(), key=lambda each: (each[0] == "election", each[0])):
+            files.save_slot(slot, data)
+    return Path(files.recovery_key_file).parent
+
+
+def refused(files: SwarmFiles, match: str) -> str:
+    """The sentence with which a start on these files ends, as a start and as a look into them."""
+    with pytest.raises(ConfigurationInvalid, match=match) as looked:
+        SwarmFiles(files.recovery_key_file.parent).check_undamaged()
+    with pytest.raises(ConfigurationInvalid, match=match) as started:
+        claimed(SwarmFiles(files.recovery_key_file.parent))
+    assert str(started.value) == str(looked.value)
+    assert looked.value.exit_code == 6
+    return str(looked.value)
+
+
 @pytest.mark.parametrize("slot", get_args(Slot))
 def test_only_what_the_swarm_tells_again_may_be_removed(files: SwarmFiles, slot: Slot) -> None:
-    files.save_slot(slot, b"no")
+    claimed(files).save_slot(slot, b"no")
     with pytest.raises(ConfigurationInvalid, match=f"slot-{slot} is damaged") as caught:
         files.check_undamaged()
-    assert ("remove it" in str(caught.value)) == (slot in ("plan", "records", "verdicts"))
+    assert ("; remove it: " in str(caught.value)) == (slot in RETOLD)
+    assert ("; put it back" in str(caught.value)) == (slot in PROMISES)
+
+
+@pytest.mark.parametrize("slot", get_args(Slot))
+def test_a_slot_that_is_missing_is_missed_unless_the_swarm_tells_it_again(
+    files: SwarmFiles, slot: Slot
+) -> None:
+    """A vote or a fence that is gone was taken for one that was never given."""
+    path = with_every_slot(claimed(files)) / f"slot-{slot}"
+    path.unlink()
+    if slot in RETOLD:
+        again = claimed(SwarmFiles(path.parent))
+        again.check_undamaged()
+        again.save_slot(slot, contents()[slot])
+        assert SwarmFiles(path.parent).load_slots() == contents()
+    else:
+        said = refused(files, f"{path} is missing; put it back as it was last, .* in a new --home")
+        assert "forgets what this node promised" in said
+
+
+@pytest.mark.parametrize("slot", PROMISES)
+def test_a_slot_that_nothing_was_saved_after_is_missed_too(files: SwarmFiles, slot: Slot) -> None:
+    claimed(files).save_slot(slot, contents()[slot])
+    path = files.recovery_key_file.parent / f"slot-{slot}"
+    path.unlink()
+    refused(files, f"slot-{slot} is missing")
+
+
+def test_a_generation_that_is_missing_is_missed(files: SwarmFiles, tmp_path: Path) -> None:
+    claimed(files).next_generation()
+    (tmp_path / "state" / "engine-generation").unlink()
+    with pytest.raises(ConfigurationInvalid, match="engine-generation is missing; put it back"):
+        files.check_undamaged()
+    with pytest.raises(ConfigurationInvalid, match="engine-generation is missing; put it back"):
+        files.next_generation()
+
+
+def test_an_owner_that_is_missing_is_missed(files: SwarmFiles) -> None:
+    (with_every_slot(claimed(files)) / "slots-owner").unlink()
+    refused(files, "slots-owner is missing; put it back")
+    with pytest.raises(ConfigurationInvalid, match="slots-owner is missing"):
+        files.save_slot("fence", b"x")
+
+
+def test_no_turned_bit_of_the_owner_is_believed(files: SwarmFiles) -> None:
+    """Another digest was read as another swarm's slots, and the advice was to forget the promises."""
+    path = with_every_slot(claimed(files)) / "slots-owner"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(ConfigurationInvalid, match="slots-owner is damaged: its checksum"):
+            files.check_undamaged()
+    path.write_bytes(b"")
+    refused(files, "slots-owner is damaged: it is empty; put it back")
+
+
+@pytest.mark.parametrize("slot", get_args(Slot))
+@pytest.mark.parametrize(
+    "swarm, node", [(OTHER_SWARM, node_id_of(bytes([1] * 32))), (bytes([1] * 32), OTHER_NODE)]
+)
+def test_no_slot_of_another_node_or_swarm_is_taken(
+    files: SwarmFiles, tmp_path: Path, slot: Slot, swarm: bytes, node: NodeId
+) -> None:
+    mine = with_every_slot(claimed(files)) / f"slot-{slot}"
+    other = SwarmFiles(tmp_path / "other")
+    other.claim_slots(SwarmDigest(swarm), node)
+    mine.write_bytes((with_every_slot(other) / mine.name).read_bytes())
+    said = refused(files, f"{mine} is another node's, or of another swarm; ")
+    assert said.endswith("remove it: what is wrong with a node is found again") == (slot == "verdicts")
+
+
+@pytest.mark.parametrize("slot", PROMISES)
+def test_an_older_copy_is_told_as_soon_as_another_slot_was_saved_after_the_newer_one(
+    files: SwarmFiles, slot: Slot
+) -> None:
+    path = with_every_slot(claimed(files)) / f"slot-{slot}"
+    older = path.read_bytes()
+    files.save_slot(slot, contents()[slot])
+    newer = path.read_bytes()
+    path.write_bytes(older)
+    SwarmFiles(path.parent).check_undamaged()  # what cannot be told: nothing was saved after the newer one
+    path.write_bytes(newer)
+    SwarmFiles(path.parent).save_slot("plan", contents()["plan"])
+    SwarmFiles(path.parent).check_undamaged()
+    path.write_bytes(older)
+    refused(files, f"{path} is an older copy: other slots were saved after a newer one; put it back")
+
+
+@pytest.mark.parametrize("slot", RETOLD)
+def test_older_copies_of_what_is_told_again_do_no_harm(files: SwarmFiles, slot: Slot) -> None:
+    path = with_every_slot(claimed(files)) / f"slot-{slot}"
+    older = path.read_bytes()
+    with_every_slot(files)
+    path.write_bytes(older)
+    claimed(SwarmFiles(path.parent)).check_undamaged()
+
+
+class PowerCut(Exception):
+    """Everything ends here."""
+
+
+def test_wherever_the_power_is_cut_the_node_starts_again_and_nothing_it_said_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after each step of each write: a file in its place or not, the second of two not begun."""
+    node_id, replace, left = OTHER_NODE, Path.replace, 0
+
+    def cut_before(path: Path, target: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise PowerCut
+        done = replace(path, target)
+        left -= 1
+        if left == 0:
+            raise PowerCut
+        return done
+
+    def live(files: SwarmFiles, returned: dict[str, bytes | int]) -> None:
+        """Save everything twice; ``returned`` is what the node may have said to others."""
+        swarm = OTHER_SWARM
+        files.claim_slots(swarm, node_id)
+        for round_number in (1, 2):
+            for slot in sorted(get_args(Slot)):
+                data = contents()[slot]
+                files.save_slot(slot, data)
+                returned[slot] = data
+            generation = files.next_generation()
+            assert generation >= round_number
+            returned["generation"] = generation
+
+    monkeypatch.setattr(Path, "replace", cut_before)
+    cuts = 0
+    while True:
+        cuts += 1
+        directory, returned = tmp_path / str(cuts), dict[str, bytes | int]()
+        left = cuts
+        try:
+            live(SwarmFiles(directory), returned)
+        except PowerCut:
+            pass
+        else:
+            break
+        left = 0
+        after = SwarmFiles(directory)
+        after.check_undamaged()
+        after.claim_slots(OTHER_SWARM, node_id)
+        assert after.load_slots().keys() >= returned.keys() - {"generation"}
+        assert after.next_generation() > int(returned.get("generation", 0))
+        for slot in PROMISES:  # whatever is here from now on is missed when it goes
+            path = directory / f"slot-{slot}"
+            if path.exists():
+                whole = path.read_bytes()
+                path.unlink()
+                refused(after, f"slot-{slot} is missing")
+                path.write_bytes(whole)
+        live(SwarmFiles(directory), {})
+    assert cuts > 2 * (1 + 2 * len(get_args(Slot)) + 2 + len(PROMISES))
+
+
+@pytest.mark.parametrize("name", ["slots-owner", "slot-fence", "engine-generation"])
+def test_a_home_of_a_build_before_is_said(files: SwarmFiles, tmp_path: Path, name: str) -> None:
+    with_every_slot(claimed(files))
+    files.next_generation()
+    if name == "slots-owner":
+        (tmp_path / "state" / name).write_bytes(f"{OTHER_SWARM.hex()} {OTHER_NODE}\n".encode())
+        refused(files, "state is of a build before this one, and cannot be gone on with: .* in a new --home")
+    else:
+        (tmp_path / "state" / name).write_bytes(b"kvslot1\n" + bytes(40))
+        with pytest.raises(
+            ConfigurationInvalid, match=f"{name} is damaged: a build before this one wrote it"
+        ):
+            files.check_undamaged()
 
 
 @pytest.mark.parametrize("slot", get_args(Slot))
 def test_any_byte_of_a_slot_that_turned_is_found(files: SwarmFiles, tmp_path: Path, slot: Slot) -> None:
     """A fence with another term in it decodes, and was believed."""
-    files.save_slot(slot, contents()[slot])
+    claimed(files).save_slot(slot, contents()[slot])
     files.check_undamaged()
     path = tmp_path / "state" / f"slot-{slot}"
     whole = path.read_bytes()
@@ -315,45 +545,36 @@ def test_any_byte_of_a_slot_that_turned_is_found(files: SwarmFiles, tmp_path: Pa
 @pytest.mark.parametrize("slot", get_args(Slot))
 def test_a_slot_is_not_taken_for_another(files: SwarmFiles, tmp_path: Path, slot: Slot) -> None:
     other: Slot = "fence" if slot != "fence" else "plan"
-    files.save_slot(slot, b"data")
+    claimed(files).save_slot(slot, b"data")
     (tmp_path / "state" / f"slot-{slot}").rename(tmp_path / "state" / f"slot-{other}")
     with pytest.raises(ConfigurationInvalid, match=f"slot-{other} is damaged: its checksum"):
         files.load_slots()
 
 
-def test_slots_of_earlier_builds_are_taken_over_and_get_checksums(files: SwarmFiles, tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir(mode=0o700)
-    for slot, data in contents().items():
-        (tmp_path / "state" / f"slot-{slot}").write_bytes(data)
-    files.check_undamaged()
-    assert files.load_slots() == contents()
-    files.claim_slots(OTHER_SWARM, OTHER_NODE)
-    assert files.load_slots() == contents()
-    path = tmp_path / "state" / "slot-fence"
-    path.write_bytes(path.read_bytes().replace(bytes([95]), bytes([96])))
-    with pytest.raises(ConfigurationInvalid, match="slot-fence is damaged"):
-        files.check_undamaged()
-
-
 def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not(
     files: SwarmFiles, tmp_path: Path
 ) -> None:
-    files.save_slot("fence", b"whole")
+    claimed(files).save_slot("fence", b"whole")
     (tmp_path / "state" / ".partial-left").write_bytes(b"ha")
     with durable_file(tmp_path / "state" / "slot-plan") as file:
         file.write(b"x")
         files.remove_leftovers()
-    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == ["slot-fence", "slot-plan"]
+    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == [
+        "slot-fence",
+        "slot-plan",
+        "slots-owner",
+    ]
     SwarmFiles(tmp_path / "nowhere").remove_leftovers()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigurationInvalid, match="slot-fence cannot be written: File exists"):
-        SwarmFiles(tmp_path / "file").save_slot("fence", b"x")
-    (tmp_path / "state" / "slot-fence").mkdir(parents=True)
+    with pytest.raises(ConfigurationInvalid, match="swarm-manifest cannot be written: File exists"):
+        SwarmFiles(tmp_path / "file").save_swarm(b"x")
+    files = claimed(SwarmFiles(tmp_path / "state"))
+    (tmp_path / "state" / "slot-fence").mkdir()
     with pytest.raises(ConfigurationInvalid, match="cannot be read"):
-        SwarmFiles(tmp_path / "state").load_slots()
+        files.load_slots()
 
 
 @pytest.mark.parametrize(
@@ -371,20 +592,22 @@ def test_what_cannot_be_written_is_named_and_what_was_there_is_kept(
     def refuse(_descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
+    other = found(SwarmFiles(tmp_path / "other"), Ed25519PrivateKey.generate())
+    files.claim_slots(other.swarm.digest, OTHER_NODE)
     files.save_slot("fence", b"kept")
     monkeypatch.setattr(os, "fsync", refuse)
     writes: dict[str, Callable[[], object]] = {
         "slot-fence": lambda: files.save_slot("fence", b"other"),
         "slot-election": lambda: files.save_slot("election", b"vote"),
         "engine-generation": files.next_generation,
-        "swarm-manifest": lambda: files.save_swarm(b"manifest"),
+        "swarm-manifest": lambda: files.save_swarm(other.signed_manifest),
     }
     for name, write in writes.items():
         with pytest.raises(kind, match=f"{name} cannot be written: {os.strerror(number)}") as caught:
             write()
         assert caught.value.exit_code == kind.exit_code
     assert files.load_slots() == {"fence": b"kept"}
-    assert [each.name for each in (tmp_path / "state").iterdir()] == ["slot-fence"]
+    assert sorted(each.name for each in (tmp_path / "state").iterdir()) == ["slot-fence", "slots-owner"]
 
 
 def test_a_directory_that_hides_its_files_is_said(tmp_path: Path) -> None:

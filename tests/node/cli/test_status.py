@@ -220,6 +220,7 @@ def remember(home: Path) -> tuple[NodeId, SwarmDigest]:
     alone = make_electorate(0, "pinned", views.PUBLIC_KEYS[:1])
     term = ProvenTerm(0, 4, OWN)
     proof = make_term_proof(alone, term, [cast_vote(views.KEYS[0], swarm.digest, alone, term)])
+    files.claim_slots(swarm.digest, node_id)
     files.save_slot("fence", encode(StoredFence(proof)))
     return node_id, swarm.digest
 
@@ -292,8 +293,7 @@ def test_what_a_core_would_refuse_in_a_slot_is_named_with_its_path(tmp_path: Pat
 
 
 def test_another_identity_than_the_slots_is_said(tmp_path: Path) -> None:
-    node_id, swarm = remember(tmp_path)
-    SwarmFiles(tmp_path / "state").claim_slots(swarm, node_id)
+    node_id, _ = remember(tmp_path)
     (tmp_path / "identity.pem").unlink()
     other = call("init", "--json", home=tmp_path).document["node_id"]
     said = call("status", "--json", home=tmp_path).document["damaged"]
@@ -641,7 +641,6 @@ def test_one_cannot_found_and_join(tmp_path: Path) -> None:
 
 
 def test_a_home_stays_in_its_swarm(tmp_path: Path) -> None:
-    remember(tmp_path)
     SwarmFiles(tmp_path / "state").save_swarm(
         sign_swarm_manifest(views.swarm_with(partial_sums=False).manifest, views.KEYS[0])
     )
