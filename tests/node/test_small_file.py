@@ -18,6 +18,7 @@ READ_BY_OTHERS = {
     # The kernel's own, what belongs to the package or computes for it, and logs that `demo` wrote itself.
     "kvasir_node/certification/kernel_build.py",
     "kvasir_node/engine/processor_limit.py",
+    "kvasir_node/gateway/dashboard.py",
     "kvasir_node/kernels/opencl_queue.py",
     "kvasir_node/demo.py",
 }
