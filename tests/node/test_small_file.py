@@ -20,6 +20,7 @@ READ_BY_OTHERS = {
     "kvasir_node/engine/processor_limit.py",
     "kvasir_node/gateway/dashboard.py",
     "kvasir_node/kernels/opencl_queue.py",
+    "kvasir_node/tokenizer/tokenizer_child.py",
     "kvasir_node/demo.py",
 }
 
