@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -317,8 +318,12 @@ async def test_only_a_daemon_that_is_stopped_is_called_stopped(
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
     monkeypatch.setattr(control, "SILENCE_S", 0.02)
     here = home_of(tmp_path / "control.sock")
+
+    async def end(process: trio.Process) -> None:
+        process.kill()  # one that is stopped ends by nothing else
+
     async with trio.open_nursery() as nursery:
-        process = await nursery.start(trio.run_process, ["sleep", "60"])
+        process = await nursery.start(partial(trio.run_process, ["sleep", "60"], deliver_cancel=end))
         monkeypatch.setattr(control, "holder_of", lambda _path: process.pid)
         with socket.socket(socket.AF_UNIX) as deaf:
             deaf.bind(str(here.control_socket))
