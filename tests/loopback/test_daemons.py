@@ -125,6 +125,9 @@ def test_the_swarm_serves_and_says_everything_about_itself(swarm: Swarm) -> None
         "n_pairs_held": 24,
         "by_backbone": 0,
         "missing": [],
+        "layers": [
+            {"layer": layer, "n_experts": 12, "n_by_backbone": 0, "n_missing": 0} for layer in range(2)
+        ],
     }
     assert document["experts_missing_total"] == 0
     assert len(swarm.text) == N_TOKENS
