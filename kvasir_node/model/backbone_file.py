@@ -26,6 +26,7 @@ from kvasir_node.model.gguf_writer import copy_tensor, lay_out, new_file, verifi
 from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_node.model.model_manifest import differing_field, moved_manifest
 from kvasir_node.model.model_url import Location
+from kvasir_node.model.own_files import unwritable
 from kvasir_proto.errors import ModelUnusable, SourceFailed
 from kvasir_proto.manifest import ManifestTensor, ModelManifest, is_expert_name
 from kvasir_proto.tensor_types import TENSOR_TYPES, TensorType
@@ -102,7 +103,7 @@ class BackboneCopy:
             handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = open(handle, "r+b")  # noqa: SIM115 - closed at the end of the block
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self._partial, error) from error
 
     @contextlib.contextmanager
     def copy_of(self, tensor: GgufTensor, part: int) -> Iterator[BinaryIO | None]:
@@ -113,7 +114,7 @@ class BackboneCopy:
             yield self._file if _is_trunk(tensor) else None
             self._file.flush()
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self._partial, error) from error
 
     def is_here(self, tensor: GgufTensor, sha256: bytes) -> bool:
         """Whether the bytes of this tensor of the trunk are in the file; reads them."""
@@ -129,10 +130,7 @@ class BackboneCopy:
             os.fsync(self._file.fileno())
             self._partial.replace(self._destination)
         except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> ModelUnusable:
-        return ModelUnusable(f"{self._partial} cannot be written: {error.strerror or error}")
+            raise unwritable(self._partial, error) from error
 
     def __enter__(self) -> Self:
         return self

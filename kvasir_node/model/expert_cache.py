@@ -25,9 +25,10 @@ from kvasir_node.model.expert_files import EXPERTS_DIRECTORY, PARTIAL_SUFFIX, Sl
 from kvasir_node.model.expert_intake import ExpertIntake
 from kvasir_node.model.model_manifest import Progress
 from kvasir_node.model.model_url import Location
+from kvasir_node.model.own_files import unwritable
 from kvasir_node.model.store import SPARE_BYTES, StoredModel
 from kvasir_node.small_file import read_small_file
-from kvasir_proto.errors import ModelUnusable, NoRoomOnDisk, RemoteProtocolError
+from kvasir_proto.errors import NoRoomOnDisk, RemoteProtocolError
 from kvasir_proto.limits import SHARD_SIZE_MAX
 from kvasir_proto.manifest import ShardSet
 
@@ -155,7 +156,7 @@ class ExpertCache:
             with self._alone():  # whoever makes room either sees it or is done before
                 path = Path(name).rename(directory / (_SERVED + Path(name).name.rpartition("-")[2]))
         except OSError as error:
-            raise ModelUnusable(f"{directory} cannot be written: {error.strerror or error}") from error
+            raise unwritable(directory, error) from error
         try:
             yield
         finally:
@@ -257,7 +258,7 @@ def _locked(path: Path) -> Iterator[int]:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        raise ModelUnusable(f"{path} cannot be written: {error.strerror or error}") from error
+        raise unwritable(path, error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle

@@ -8,17 +8,16 @@ on with, also by the next process. Room and who may fetch at one time are `exper
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvasir_node.model.byte_ranges import PIECE_SIZE_BYTES, InOrder, Pieces
+from kvasir_node.model.byte_ranges import InOrder, Pieces
 from kvasir_node.model.expert_files import ExpertFiles, Slice, partial_of
 from kvasir_node.model.model_bytes import ModelBytes
 from kvasir_node.model.model_url import Location
-from kvasir_proto.errors import ModelUnusable, SourceFailed
+from kvasir_node.model.own_files import hasher_of_start, private, unwritable
+from kvasir_proto.errors import SourceFailed
 from kvasir_proto.manifest import ModelManifest
 
 DAMAGED_MAX: Final = 3
@@ -115,7 +114,7 @@ class ExpertFetch:
         except FileNotFoundError:
             return 0
         except OSError as error:
-            raise _unwritable(partial, error) from error
+            raise unwritable(partial, error) from error
         if have > each.size_bytes:
             partial.unlink(missing_ok=True)
             return 0
@@ -134,8 +133,8 @@ class ExpertFetch:
         """Bring a slice of which `had` bytes are there to its end; whether it has its digest then."""
         partial = self._partial_of(each)
         try:
-            with open(partial, "ab", opener=_private) as file:
-                hasher = _hashed(partial, had)
+            with open(partial, "ab", opener=private) as file:
+                hasher = hasher_of_start(partial, had)
                 for piece in source.pieces(each.offset + had, each.size_bytes - had):
                     file.write(piece)
                     hasher.update(piece)
@@ -145,25 +144,12 @@ class ExpertFetch:
                 return True
             partial.unlink()
         except OSError as error:
-            raise _unwritable(partial, error) from error
+            raise unwritable(partial, error) from error
         self._on_bytes(-each.size_bytes, source.name)
         return False
 
     def _partial_of(self, each: Slice) -> Path:
         return partial_of(self._files.path_of(each.tensor.name, each.expert))
-
-
-def _hashed(path: Path, size_bytes: int) -> hashlib._Hash:
-    """A hasher that has been given the file's bytes."""
-    hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        while size_bytes:
-            piece = file.read(min(size_bytes, PIECE_SIZE_BYTES))
-            if not piece:
-                break
-            hasher.update(piece)
-            size_bytes -= len(piece)
-    return hasher
 
 
 def _runs(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
@@ -176,11 +162,3 @@ def _runs(slices: Sequence[Slice]) -> Iterator[list[Slice]]:
         run.append(each)
     if run:
         yield run
-
-
-def _unwritable(path: Path, error: OSError) -> ModelUnusable:
-    return ModelUnusable(f"{path} cannot be written: {error.strerror or error}")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

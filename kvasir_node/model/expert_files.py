@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from kvasir_node.model.byte_ranges import LocalFile
-from kvasir_proto.errors import ModelUnusable
+from kvasir_node.model.own_files import private, unwritable
 from kvasir_proto.manifest import EXPERT_TENSOR, ManifestTensor, ModelManifest, ShardSet
 
 EXPERTS_DIRECTORY: Final = "experts"
@@ -93,11 +92,11 @@ class ExpertFiles:
         path = self.path_of(tensor_name, expert)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(partial_of(path), "wb", opener=_private) as file:
+            with open(partial_of(path), "wb", opener=private) as file:
                 yield file
             partial_of(path).replace(path)
         except OSError as error:
-            raise ModelUnusable(f"{path} cannot be written: {error.strerror or error}") from error
+            raise unwritable(path, error) from error
 
     def _is_right(self, each: Slice) -> bool:
         hasher = hashlib.sha256()
@@ -121,7 +120,3 @@ def slices_of(manifest: ModelManifest, shard: ShardSet) -> list[Slice]:
 def partial_of(path: Path) -> Path:
     """Where what there is of a slice lies until it is complete."""
     return path.with_name(path.name + PARTIAL_SUFFIX)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -11,15 +11,12 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from pathlib import Path
 
-from kvasir_node.model.byte_ranges import PIECE_SIZE_BYTES
 from kvasir_node.model.expert_files import ExpertFiles, Slice, partial_of
-from kvasir_proto.errors import ModelUnusable
+from kvasir_node.model.own_files import hasher_of_start, private, unwritable
 from kvasir_proto.expert_sources import ExpertRun, WantedExpert
 from kvasir_proto.manifest import ModelManifest
-
-_WITHOUT_LINKS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ExpertIntake:
@@ -80,8 +77,8 @@ class ExpertIntake:
         try:
             if not offset:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mode = os.O_WRONLY | os.O_CREAT | _WITHOUT_LINKS | (0 if offset else os.O_TRUNC)
-            with open(os.open(partial, mode, 0o600), "wb") as file:
+            mode = os.O_WRONLY | os.O_CREAT | (0 if offset else os.O_TRUNC)
+            with open(private(str(partial), mode), "wb") as file:
                 hasher = self._hasher_at(each, offset, partial)
                 file.seek(offset)
                 file.write(part)
@@ -97,26 +94,17 @@ class ExpertIntake:
                 return True
             partial.unlink()
         except OSError as error:
-            raise ModelUnusable(f"{partial} cannot be written: {error.strerror or error}") from error
+            raise unwritable(partial, error) from error
         self._tell(-each.size_bytes, giver)
         return False
 
-    def _hasher_at(self, each: WantedExpert, offset: int, partial: os.PathLike[str]) -> hashlib._Hash:
+    def _hasher_at(self, each: WantedExpert, offset: int, partial: Path) -> hashlib._Hash:
         """A hasher that has been given what is there of an expert."""
         if offset:
             at, hasher = self._hashers.get((each.tensor, each.expert), (0, None))
             if hasher is not None and at == offset:
                 return hasher
-        hasher = hashlib.sha256()
-        left = offset
-        with open(partial, "rb") as file:
-            while left:
-                piece = file.read(min(left, PIECE_SIZE_BYTES))
-                if not piece:
-                    break
-                hasher.update(piece)
-                left -= len(piece)
-        return hasher
+        return hasher_of_start(partial, offset)
 
     def _tell(self, size_bytes: int, giver: str) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 from kvasir_node.durable_file import durable_file
 from kvasir_node.model.byte_ranges import Pieces
 from kvasir_node.model.gguf_format import GgufTensor, MetadataEntry, aligned, encode_header
+from kvasir_node.model.own_files import unwritable
 from kvasir_proto.errors import ModelUnusable
 from kvasir_proto.manifest import ManifestTensor, tensor_size_bytes
 from kvasir_proto.tensor_types import TensorType
@@ -53,7 +54,7 @@ def new_file(destination: Path) -> Iterator[BinaryIO]:
         with durable_file(destination) as file:
             yield file
     except OSError as error:
-        raise ModelUnusable(f"{destination} cannot be written: {error.strerror or error}") from error
+        raise unwritable(destination, error) from error
 
 
 def copy_tensor(

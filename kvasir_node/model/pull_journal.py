@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from kvasir_node.model.own_files import private, unwritable
 from kvasir_node.small_file import read_small_file
-from kvasir_proto.errors import ModelUnusable
 
 JOURNAL: Final = "pull-journal"
 """What the file is called."""
@@ -51,7 +50,7 @@ class PullJournal:
                 self._file = self._begin()
             self._file.write(_line(f"{digest.hex()} {part} {name}"))
         except OSError as error:
-            raise ModelUnusable(f"{self._path} cannot be written: {error.strerror or error}") from error
+            raise unwritable(self._path, error) from error
 
     def close(self) -> None:
         """No part can be noted afterwards. Idempotent."""
@@ -60,7 +59,7 @@ class PullJournal:
 
     def _begin(self) -> BinaryIO:
         """The file, behind its last line that counts: what follows one that is torn would never be read."""
-        file = open(self._path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by `close`
+        file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115 - closed by `close`
         file.truncate(self._whole_bytes)
         if not self._whole_bytes:
             file.write(self._first)
@@ -101,7 +100,3 @@ def _content(line: bytes) -> str | None:
 def _check(content: str) -> str:
     """Tells a line that was written whole from one that a power cut left."""
     return hashlib.sha256(content.encode()).hexdigest()[:_CHECK_LENGTH]
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
