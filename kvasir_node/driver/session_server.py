@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import trio
 
+from kvasir_node.driver.backbone_duty import SESSION_TIMEOUT_MS
 from kvasir_node.driver.session_link import SessionLink
 from kvasir_node.nurseries import open_unwrapping_nursery
 from kvasir_node.ports import ControlStream, SwarmCore
@@ -63,7 +64,6 @@ that it is there. Asking again and again would cost a stream each time, when it 
 """
 
 REQUEST_TIMEOUT_S: Final = 10.0
-SESSION_TIMEOUT_MS: Final = 3_600_000
 
 _ENDED_WITH_THE_LEASE: Final = frozenset({"lease_expired", "stopped"})
 _NOT_FOR_GOOD: Final = frozenset({"no_holder_left", "cancelled"})

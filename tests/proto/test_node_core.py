@@ -549,16 +549,22 @@ def test_an_unsteady_node_leads_where_there_is_nobody_else_and_is_not_deposed_tw
     assert backbones(swarm) == [last], "whose engines all die pass the lease round once, and no more"
 
 
+def twins_record(swarm: SmallSwarm, node: SmallNode) -> bytes:
+    """What another process with the node's identity says of itself."""
+    assert node.core is not None
+    own = node.core.record_of(node.node_id)
+    assert own is not None
+    twin = replace(own, sequence=own.sequence + 10**9, device="a copied home")
+    return seal_record(node.key, swarm.swarm.digest, twin)
+
+
 def test_a_second_process_with_this_identity_is_named_and_neither_votes_nor_stands() -> None:
     swarm = SmallSwarm(4)
     swarm.run(seconds(20), lambda: all_ready(swarm))
     swarm.run(seconds(5))
     (backbone,) = backbones(swarm)
     assert backbone.core is not None
-    own = backbone.core.record_of(backbone.node_id)
-    assert own is not None
-    twin = replace(own, sequence=own.sequence + 10**9, device="a copied home")
-    data = seal_record(backbone.key, swarm.swarm.digest, twin)
+    data = twins_record(swarm, backbone)
     backbone.core.receive_published("records", data, backbone.node_id, swarm.now())
     swarm._do(backbone)
     view = backbone.core.view()
@@ -576,10 +582,7 @@ def test_a_twin_whose_record_went_past_this_node_is_found_by_what_others_name() 
     other = next(each for each in swarm.nodes.values() if each is not backbone)
     assert backbone.core is not None
     assert other.core is not None
-    own = backbone.core.record_of(backbone.node_id)
-    assert own is not None
-    twin = replace(own, sequence=own.sequence + 10**9, device="a copied home")
-    data = seal_record(backbone.key, swarm.swarm.digest, twin)
+    data = twins_record(swarm, backbone)
     other.core.receive_published("records", data, other.node_id, swarm.now())
     swarm._do(other)
     core = backbone.core
